@@ -10,6 +10,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+from kvcache.engine.adapters import Adapters
 from kvcache.engine.chat import Answer, ChatEngine
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.inference import InferenceEngine
@@ -17,6 +18,7 @@ from kvcache.engine.text_rows import TextRows
 from kvcache.engine.turns import Turn
 from kvcache.engine.vectors import Vectors
 from kvcache.errors import InvalidOperationError
+from kvcache.networks.adapter import Adapter
 from kvcache.networks.protocols import Float32, Model
 from kvcache.networks.weights import Progress
 from kvcache.prefix.prefill import PrefixAwarePrefill
@@ -28,6 +30,7 @@ from kvcache.support.copies import refuse_copies
 from kvcache.support.exclusions import expect
 from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
 from kvcache.texts.compressed_prefix import CompressedPrefix
+from kvcache.texts.forward import expect_own
 from kvcache.texts.kv_settings import Settings
 from kvcache.texts.text import Text
 from kvcache.tiers.directory import DirectoryTier
@@ -138,9 +141,22 @@ class PrefixCachedEngine(ChatEngine):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    @property
+    def adapters(self) -> Adapters:
+        """Those of the engine."""
+        return self.inner.adapters
+
+    def load_adapter(self, name: str, adapter: Adapter) -> Adapter:
+        """See `InferenceEngine`."""
+        return self.inner.load_adapter(name, adapter)
+
+    def unload_adapter(self, name: str) -> None:
+        """See `InferenceEngine`."""
+        self.inner.unload_adapter(name)
+
     def generate(
         self, prompt_tokens: Any, params: SamplingParams | None = None, *, namespace: Hashable = None,
-        prefix: CompressedPrefix | None = None, **sampling: Any,
+        prefix: CompressedPrefix | None = None, adapter: str | None = None, **sampling: Any,
     ) -> list[int]:
         """Continue a prompt and return the new tokens; `[]` for an empty prompt.
 
@@ -153,13 +169,15 @@ class PrefixCachedEngine(ChatEngine):
             namespace: requests share blocks only within one namespace (a tenant, an adapter).
             prefix: what `InferenceEngine.compress` made of a text before the prompt, whose tokens the prompt does not
                 repeat. Requests share blocks only behind the same one.
+            adapter: as of `InferenceEngine.complete`. Requests share blocks only with the same one, before the
+                invocation of an activated one with those of the network alone.
             sampling: attributes of `SamplingParams`, in place of those of `params`.
 
         Raises:
             TypeError, ValueError: invalid tokens, parameters or length.
             InvalidOperationError: this thread has an open stream of this engine; the engine's cache was replaced.
         """
-        request = self._checked(prompt_tokens, params, sampling, namespace, prefix)
+        request = self._checked(prompt_tokens, params, sampling, namespace, prefix, adapter)
         if not len(request.tokens):
             return []
         turn = self._requests.turns.take(self.inner.version)
@@ -175,26 +193,26 @@ class PrefixCachedEngine(ChatEngine):
 
     def stream(
         self, prompt_tokens: Any, params: SamplingParams | None = None, *, namespace: Hashable = None,
-        prefix: CompressedPrefix | None = None, **sampling: Any,
+        prefix: CompressedPrefix | None = None, adapter: str | None = None, **sampling: Any,
     ) -> Iterator[int]:
         """Do what `generate` does, token by token; arguments are checked now, and every failure is raised.
 
         The stream has exclusive use of the engine, as with `InferenceEngine.stream`. When it ends, or is closed or
         dropped, the tokens computed so far are cached.
         """
-        request = self._checked(prompt_tokens, params, sampling, namespace, prefix)
+        request = self._checked(prompt_tokens, params, sampling, namespace, prefix, adapter)
         return self._stream_in_turn(request, namespace, whole=False) if len(request.tokens) else iter(())
 
     def complete(
         self, prompt: Any, params: SamplingParams | None = None, *, namespace: Hashable = None,
-        prefix: CompressedPrefix | None = None, **sampling: Any,
+        prefix: CompressedPrefix | None = None, adapter: str | None = None, **sampling: Any,
     ) -> Completion:
         """Do what `InferenceEngine.complete` does, with the prefix cache; every failure is raised.
 
         Args:
-            prompt, params, namespace, prefix, sampling: as of `generate`, but the prompt has at least one token.
+            prompt, params, namespace, prefix, adapter, sampling: as of `generate`; the prompt has at least one token.
         """
-        request = self._checked(prompt, params, sampling, namespace, prefix, with_text=True)
+        request = self._checked(prompt, params, sampling, namespace, prefix, adapter, with_text=True)
         return request.complete(self._stream_in_turn(request, namespace, whole=True))
 
     def _checkpoint(self) -> CheckpointText | GgufText | None:
@@ -225,7 +243,7 @@ class PrefixCachedEngine(ChatEngine):
 
     def chat(
         self, messages: Any, params: SamplingParams | None = None, *, tools: Any = None, template: Any = None,
-        namespace: Hashable = None, progress: Progress | None = None, **sampling: Any,
+        namespace: Hashable = None, progress: Progress | None = None, adapter: str | None = None, **sampling: Any,
     ) -> Answer:
         """Do what `InferenceEngine.chat` does, with the prefix cache: only what is new in the conversation runs.
 
@@ -236,20 +254,22 @@ class PrefixCachedEngine(ChatEngine):
                 What it raises ends the answer.
         """
         prompt, parts = self._requests.chat_prompt(messages, tools, template, parts=self._pool.keeps_states)
-        request = self._checked(prompt, params, sampling, namespace, with_text=True)
+        request = self._checked(prompt, params, sampling, namespace, adapter=adapter, with_text=True)
         request.progress, request.parts_at = progress, parts
         return Answer(request, self._stream_in_turn(request, namespace, whole=False))
 
     def _checked(
         self, prompt: Any, params: SamplingParams | None, sampling: dict[str, Any], namespace: Hashable,
-        prefix: CompressedPrefix | None = None, *, with_text: bool = False,
+        prefix: CompressedPrefix | None = None, adapter: str | None = None, *, with_text: bool = False,
     ) -> Request:
         """A new request; its prompt may be empty."""
         self._check_cache()
-        hash(namespace)  # raises TypeError here rather than in the middle of the request
+        expect_own(namespace)
         params = self.inner.sampling_params if params is None else params
-        prefix, or_empty = self._sequence.settings.expect(prefix), not with_text
-        return self._requests.request(prompt, params, sampling, with_text=with_text, or_empty=or_empty, prefix=prefix)
+        prefix, loaded = self._sequence.settings.expect(prefix, adapter), self.adapters.find(adapter)
+        return self._requests.request(
+            prompt, params, sampling, with_text=with_text, or_empty=not with_text, prefix=prefix, adapter=loaded
+        )
 
     def _check_cache(self) -> None:
         """InvalidOperationError, once the blocks that are cached are not those of the engine any more."""
@@ -352,7 +372,7 @@ class PrefixCachedEngine(ChatEngine):
 
     def _prefill(self, request: Request, namespace: Hashable) -> Float32:
         """Start the text with the cached blocks of a prompt and run the rest; returns the logits after the prompt."""
-        text = Text(request.tokens, namespace, request.prefix)
+        text = Text(request.tokens, namespace, request.prefix, request.adapter)
         text.parts_at = request.parts_at
         rows, ran = self._run(text, request.progress)
         self._requests.num_prefilled += ran

@@ -17,6 +17,7 @@ from kvcache.sampling.sampling import Sampler
 from kvcache.sampling.text_stream import TextStream
 from kvcache.sampling.text_tokens import encoded
 from kvcache.texts.compressed_prefix import CompressedPrefix
+from kvcache.texts.text_adapter import TextAdapter
 
 __all__ = ["Completion", "Request", "TokenLogprobs", "as_prompt", "logprobs_of"]
 
@@ -63,9 +64,10 @@ class Request:
         sampler: draws the new tokens.
         stop_tokens: the tokens that end it, those of the network included.
         prefix: what its text stands behind, see `Text`.
+        adapter: that of its text.
 
     Attributes:
-        tokens, sampler, stop_tokens, prefix: as above.
+        tokens, sampler, stop_tokens, prefix, adapter: as above.
         text: gets the new tokens, if the request reports its text or has stop strings.
         params: those of the sampler.
         finish_reason: why it ended.
@@ -78,9 +80,10 @@ class Request:
 
     def __init__(
         self, tokens: NDArray[np.uint32], sampler: Sampler, stop_tokens: frozenset[int],
-        prefix: CompressedPrefix | None = None,
+        prefix: CompressedPrefix | None = None, adapter: TextAdapter | None = None,
     ) -> None:
-        self.tokens, self.sampler, self.stop_tokens, self.prefix = tokens, sampler, stop_tokens, prefix
+        self.tokens, self.sampler, self.stop_tokens = tokens, sampler, stop_tokens
+        self.prefix, self.adapter = prefix, adapter
         self.text: TextStream | None = None
         self.params = sampler.params
         self.finish_reason: FinishReason = "length"

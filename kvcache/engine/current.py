@@ -20,6 +20,7 @@ from kvcache.texts.pool import Pool
 from kvcache.texts.settings import CacheSettings
 from kvcache.texts.shared_prefixes import Arrived
 from kvcache.texts.text import Text, Tokens
+from kvcache.texts.text_adapter import TextAdapter
 
 __all__ = ["CurrentText", "Share"]
 
@@ -83,9 +84,9 @@ class CurrentText:
 
     # -- it becomes another text ------------------------------------------------------------------------------
 
-    def clear(self, prefix: CompressedPrefix | None = None) -> None:
-        """Become an empty text, perhaps behind a prefix. Cannot run out of blocks: an empty text has none."""
-        text = Text(_NO_TOKENS, prefix=prefix)
+    def clear(self, prefix: CompressedPrefix | None = None, adapter: TextAdapter | None = None) -> None:
+        """Become an empty text, perhaps behind a prefix, or with an adapter. It has no blocks, so there is room."""
+        text = Text(_NO_TOKENS, prefix=prefix, adapter=adapter)
         self._end_old(text)
         text.moved(0, 0, self.pool.empty(0))
 

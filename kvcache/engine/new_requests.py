@@ -20,6 +20,7 @@ from kvcache.sampling.stop_strings import StopStrings
 from kvcache.support.arguments import as_count, short
 from kvcache.support.exclusions import excluded, expect
 from kvcache.texts.compressed_prefix import CompressedPrefix
+from kvcache.texts.text_adapter import TextAdapter
 
 __all__ = ["NewRequests", "Shared"]
 
@@ -118,7 +119,8 @@ class NewRequests:
         return tuple(getattr(self._config, "eos_token_ids", ()))
 
     def request(
-        self, tokens: NDArray[np.uint32], shared: Shared, sample: int = 0, prefix: CompressedPrefix | None = None
+        self, tokens: NDArray[np.uint32], shared: Shared, sample: int = 0, prefix: CompressedPrefix | None = None,
+        adapter: TextAdapter | None = None,
     ) -> Request:
         """A new request without text; adds one to the count of requests.
 
@@ -127,12 +129,13 @@ class NewRequests:
             shared: what it shares with other samples.
             sample: its number among them, which is added to the seed of its parameters.
             prefix: what its text stands behind.
+            adapter: that of its text.
         """
         stops, params = shared.stop_tokens, shared.params
         matcher = None if shared.matcher is None else shared.matcher.fresh(stops)
         rng = self._randomness(params, sample)
         sampler = Sampler(params, rng, self._config.vocab_size, tokens, 0, shared.biases, matcher, stops)
-        return Request(tokens, sampler, stops, prefix)
+        return Request(tokens, sampler, stops, prefix, adapter)
 
     def prompt(
         self, prompt: Any, prefix: CompressedPrefix | None = None, *, or_empty: bool = False

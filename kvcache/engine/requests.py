@@ -31,6 +31,7 @@ from kvcache.sampling.tokenizer import CheckpointText, GgufText
 from kvcache.support.arguments import as_instance
 from kvcache.texts.compressed_prefix import CompressedPrefix
 from kvcache.texts.forward import Forward
+from kvcache.texts.text_adapter import LoadedAdapter, TextAdapter
 
 __all__ = ["SCORE_FLOATS", "Requests", "Tokens", "log_probabilities"]
 
@@ -91,6 +92,7 @@ class Requests:
     def request(
         self, prompt: Any, params: SamplingParams, sampling: Mapping[str, Any], *, with_text: bool = False,
         or_empty: bool = False, is_history: bool = False, prefix: CompressedPrefix | None = None,
+        adapter: LoadedAdapter | None = None,
     ) -> Request:
         """A new request, checked; adds one to the count of requests.
 
@@ -101,6 +103,7 @@ class Requests:
             or_empty: whether the prompt may be empty.
             is_history: whether the tokens of the prompt ran already; there may be any number of them.
             prefix: what its text stands behind.
+            adapter: that of its text.
 
         Raises:
             TypeError, ValueError: as `InferenceEngine.complete`; a token of `logit_bias` is outside the vocabulary;
@@ -112,7 +115,7 @@ class Requests:
         else:
             tokens = new.prompt(prompt, prefix, or_empty=or_empty)
         shared = new.shared(params, with_text)
-        request = new.request(tokens, shared, prefix=prefix)
+        request = new.request(tokens, shared, prefix=prefix, adapter=TextAdapter.of(adapter, tokens))
         if shared.decoder is not None:
             request.text = TextStream(shared.decoder, tokens, shared.stop_strings)
         return request
@@ -157,7 +160,7 @@ class Requests:
         turn = self.turns.take(self.sequence.version)
         try:
             with self.lock:
-                self.sequence.clear(request.prefix)
+                self.sequence.clear(request.prefix, request.adapter)
                 logits = self.prefill(request.tokens, self.sequence.num_tokens)
                 turn.leave(self.sequence.version)
             yield from self.decode(logits, request, turn)
@@ -215,14 +218,17 @@ class Requests:
             self.sequence.shorten(count)
             turn.leave(self.sequence.version)
 
-    def score(self, tokens: Tokens, prefix: CompressedPrefix | None = None) -> Float32:
+    def score(
+        self, tokens: Tokens, prefix: CompressedPrefix | None = None, adapter: LoadedAdapter | None = None
+    ) -> Float32:
         """Log-probability of each token after the first; see `InferenceEngine.score`."""
         base = 0 if prefix is None else prefix.num_tokens
         self.new.check_span(tokens[:-1] if len(tokens) > 1 else tokens, base)
         scores = np.empty(len(tokens) - 1, np.float32)
         chunk = max(1, min(self.sequence.chunk, SCORE_FLOATS // self.config.vocab_size))
+        own = TextAdapter.of(adapter, tokens)
         with self.call:
-            self.sequence.clear(prefix)
+            self.sequence.clear(prefix, own)
             try:
                 for start in range(0, len(scores), chunk):
                     piece = tokens[start : min(start + chunk, len(scores))]

@@ -166,7 +166,7 @@ Recur = Callable[[int, tuple[Float32, ...]], Float32]
 class Model(Protocol):
     """A network whose caller computes the attention.
 
-    Six optional attributes are read too:
+    Seven optional attributes are read too:
 
     - `attention`, one `LayerAttention` for each layer; None for one that does not attend, and never calls `attend`.
     - `recurrences`, for each layer its `Recurrence`, or None; empty if no layer has one. A layer may also have neither
@@ -184,6 +184,9 @@ class Model(Protocol):
       `BatchEngine` asks other networks for all rows.
     - `gives_hidden`: true if `forward` takes the keyword `head`. With False it returns the rows behind the last norm,
       `(rows, config.hidden_size)`, in place of logits: vectors of texts are made of these.
+    - `prepare_adapter`: a function of an `Adapter` that returns it as the network needs it, with `nbytes`; ValueError:
+      it does not fit. `forward` is called with the keyword `adapters` where rows have some, a list of `(first row, last
+      row + 1, what the function returned)`, ascending and apart. An engine over any other network takes no adapters.
     """
 
     @property

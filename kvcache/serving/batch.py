@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -46,10 +46,11 @@ from kvcache.support.copies import refuse_copies
 from kvcache.support.exclusions import expect
 from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
 from kvcache.texts.compressed_prefix import CompressedPrefix
-from kvcache.texts.forward import Forward
+from kvcache.texts.forward import Forward, expect_own
 from kvcache.texts.kv_settings import Options, Settings, with_options
 from kvcache.texts.settings import CacheSettings, Load
 from kvcache.texts.text import Tokens
+from kvcache.texts.text_adapter import TextAdapter
 from kvcache.tiers.directory import DirectoryTier
 from kvcache.tiers.tiers import Tiers
 
@@ -109,6 +110,7 @@ class BatchEngine(NetworkEngine):
             are then None, bools, ints, texts, bytes or tuples of these. Where layers have windows or a state, a text
             may have to continue before the end of the blocks that are told.
         clock: seconds, for metrics, deadlines and the rates of the scheduler.
+        adapters: as `load_adapter` takes them, by name. One pass runs requests with any of them.
 
     Layers with a sliding window keep it, and no more than two blocks beside it, in pools of their own, with room for
     `max_running` texts, which `max_memory_bytes` counts too. With tiers they keep 64 tokens more, or a block.
@@ -119,6 +121,7 @@ class BatchEngine(NetworkEngine):
     Attributes:
         model: the network.
         sampling_params: the defaults of a request.
+        adapters: a mapping from names to each `Adapter`.
         clock, tiers, max_queue: see above.
         max_positions: the most tokens of a text; None: any number, under StreamingLLM.
     """
@@ -142,9 +145,10 @@ class BatchEngine(NetworkEngine):
         on_eviction: OnEviction | None = None,
         kv_events: KvEvents | str | None = None,
         clock: Clock = monotonic,
+        adapters: Mapping[str, Any] | None = None,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(model, sampling_params)
+        super().__init__(model, sampling_params, adapters=adapters)
         self.clock = clock
         max_running = as_count(max_running, "max_running", 1)
         self.tiers = tiers = as_tiers(tiers, autosave)
@@ -180,6 +184,11 @@ class BatchEngine(NetworkEngine):
         if kv_events is not None:
             self._events = EngineEvents(self._pool.prefixes[0], kv_events, forward.name_of)
 
+    def unload_adapter(self, name: str) -> None:
+        """See `NetworkEngine`; waits for no step."""
+        super().unload_adapter(name)
+        self._steps.end_unloaded()
+
     def _set_text(self, text: CheckpointText | GgufText) -> None:
         self._text = text
 
@@ -197,6 +206,7 @@ class BatchEngine(NetworkEngine):
         keep: float | Iterable[tuple[int, float]] | None = None,
         parts_at: Iterable[int] = (),
         prefix: CompressedPrefix | None = None,
+        adapter: str | None = None,
         prompt_logprobs: int | None = None,
         watch: Callable[[], StopWatch] | None = None,
         **sampling: Any,
@@ -206,7 +216,7 @@ class BatchEngine(NetworkEngine):
         Args:
             prompt: at least one token id; or a text, if the engine has a tokenizer.
             params: how to sample; by default the engine's `sampling_params`.
-            namespace: requests share blocks only within one namespace (a tenant, an adapter).
+            namespace: requests share blocks only within one namespace (a tenant).
             priority: requests begin in the order of arrival time + 10 s * priority: a lower number is earlier. One that
                 is earlier than the last that runs takes its place, where there is no other.
             deadline: seconds from now; a request that has not ended then ends with the tokens that it has.
@@ -222,6 +232,7 @@ class BatchEngine(NetworkEngine):
                 network whose layers keep a state keeps it there; of no use to others.
             prefix: what `InferenceEngine.compress` made of a text before the prompt, whose tokens the prompt does not
                 repeat. Requests share blocks only behind the same one.
+            adapter: as of `PrefixCachedEngine.generate`.
             prompt_logprobs: report the log-probability of each token of the prompt, and of this many most likely ones
                 beside it, as `Request.prompt_logprobs`. The prompt then shares no blocks, `keep` and `prefix` are not
                 for it, and with `max_tokens` 0 nothing else is computed.
@@ -235,8 +246,9 @@ class BatchEngine(NetworkEngine):
             OutOfMemoryError: the prompt does not fit the pool.
             InvalidOperationError: the engine is closed.
         """
-        hash(namespace)  # raises TypeError here rather than in the middle of a step
-        self._settings.expect(prefix)
+        expect_own(namespace)
+        self._settings.expect(prefix, adapter)
+        loaded = self.adapters.find(adapter)
         if self._events is not None:
             self._events.expect(namespace)
         priority, n = as_integer(priority, "priority"), as_count(n, "n", 1)
@@ -244,6 +256,7 @@ class BatchEngine(NetworkEngine):
         params = self.sampling_params if params is None else as_instance(params, SamplingParams, "params")
         params = params.changed(sampling)
         prompt = self._new.prompt(prompt, prefix)
+        own = TextAdapter.of(loaded, prompt)
         places = tuple(as_count(each, "parts_at", 1, len(prompt)) for each in parts_at)
         self._steps.expect_room(n)  # before each sample takes its random numbers
         shared = self._new.shared(params, with_text=True)
@@ -253,7 +266,7 @@ class BatchEngine(NetworkEngine):
             features = self._settings.features | (set() if top is None else {"logprobs"})
             expect("keep", keep, features)
             expect("prefix", prefix, features)
-        samples = [self._sample(prompt, namespace, shared, i, prefix, watch) for i in range(n)]
+        samples = [self._sample(prompt, namespace, shared, i, prefix, own, watch) for i in range(n)]
         if kept is not None:
             samples[0].keep = kept
         if top is not None:
@@ -296,9 +309,9 @@ class BatchEngine(NetworkEngine):
 
     def _sample(
         self, prompt: Tokens, namespace: Hashable, shared: Shared, number: int, prefix: CompressedPrefix | None,
-        watch: Callable[[], StopWatch] | None,
+        adapter: TextAdapter | None, watch: Callable[[], StopWatch] | None,
     ) -> Drawing:
-        request, decoder = self._new.request(prompt, shared, number, prefix), shared.decoder
+        request, decoder = self._new.request(prompt, shared, number, prefix, adapter), shared.decoder
         make_text = None if decoder is None else partial(TextStream, decoder, prompt, shared.stop_strings)
         work = Drawing(request, make_text, self.config, namespace, self._drafter.begin(), watch)
         if self._settings.budgets is not None:
@@ -393,6 +406,7 @@ class BatchEngine(NetworkEngine):
         Raises:
             as `submit`.
         """
+        expect_own(namespace)
         works = [Reading(each, namespace, whole=self._whole) for each in readings]
         pending = Pending(self._steps, works)
         if works:
@@ -537,7 +551,8 @@ class BatchEngine(NetworkEngine):
         """Bytes: "weights" (0 for a model that does not say), "kv", "bookkeeping", "scratch", "huge"."""
         weights = getattr(self.model, "weights", None)
         products = {"scratch": getattr(weights, "scratch_bytes", 0), "huge": getattr(weights, "huge_bytes", 0)}
-        own = {"weights": getattr(weights, "nbytes", 0), **total(self._pool.memory(self._steps.running), products)}
+        read = getattr(weights, "nbytes", 0) + self.adapters.nbytes
+        own = {"weights": read, **total(self._pool.memory(self._steps.running), products)}
         return total(own, self._drafter.memory())
 
     @property

@@ -296,7 +296,7 @@ class Scheduler:
         best, place = None, self.pool.shared.longest(work)
         for other in self.running:
             if other.remaining > 1 and other.shares and other.space == work.space:
-                most = min(work.num_tokens - 1, other.num_tokens)
+                most = min(work.num_tokens - 1, other.num_tokens, work.shares_to, other.shares_to)
                 differ = work.tokens[:most] != other.tokens[:most]
                 common = int(differ.argmax()) if differ.any() else most
                 common -= common % self.pool.block_size

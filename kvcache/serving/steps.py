@@ -122,6 +122,19 @@ class Steps:
         """End works: now, or when the running step ends."""
         self.lock.hand_over(partial(self._end_all, pending.works))
 
+    def end_unloaded(self) -> None:
+        """End the works whose adapter is not loaded any more: now, or when the running step ends."""
+        self.lock.hand_over(self._end_unloaded)
+
+    def _end_unloaded(self) -> None:
+        if not self.inbox_lock.inside:
+            self._take_inbox()
+        for work in list(self._scheduler.works.values()):
+            if work.adapter is not None and not work.adapter.loaded.is_loaded:
+                self._scheduler.end(work, "error", work.adapter.loaded.unloaded())
+        if self._scheduler.ended or self._woken:
+            self._tell()
+
     def cancel_all(self) -> None:
         """End all works."""
         for pending in list(self._pending.values()):

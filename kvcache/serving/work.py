@@ -20,6 +20,7 @@ from kvcache.sampling.stop_strings import StopWatch
 from kvcache.sampling.text_stream import TextStream
 from kvcache.texts.compressed_prefix import CompressedPrefix
 from kvcache.texts.text import Text, Tokens
+from kvcache.texts.text_adapter import TextAdapter
 
 __all__ = ["Drawing", "FinishReason", "Reading", "Scoring", "Work"]
 
@@ -55,9 +56,13 @@ class Work(Text, ABC):
         parked: `(tokens, work)`: works that wait until this one has run these tokens, which are theirs too.
     """
 
-    def __init__(self, tokens: Tokens, namespace: Hashable, prefix: CompressedPrefix | None = None) -> None:
-        super().__init__(tokens, namespace, prefix)
-        self.opening = (hash((namespace, self.base)), tokens[:_OPENING].tobytes())
+    def __init__(
+        self, tokens: Tokens, namespace: Hashable, prefix: CompressedPrefix | None = None,
+        adapter: TextAdapter | None = None,
+    ) -> None:
+        super().__init__(tokens, namespace, prefix, adapter)
+        space = namespace if adapter is None else adapter.space(namespace)
+        self.opening = (hash((space, self.base)), tokens[:_OPENING].tobytes())
         self.key: tuple[float, int] = (0.0, 0)
         self.arrival = 0.0
         self.deadline: float | None = None
@@ -142,7 +147,7 @@ class Drawing(Work):
         self, request: Request, make_text: Callable[[], TextStream] | None, config: NetworkConfig,
         namespace: Hashable, drafts: TextDrafts | None = None, make_watch: Callable[[], StopWatch] | None = None,
     ) -> None:
-        super().__init__(request.tokens, namespace, request.prefix)
+        super().__init__(request.tokens, namespace, request.prefix, request.adapter)
         self._sampler, self._request, self._make_text = request.sampler, request, make_text
         self._make_watch: Callable[[], StopWatch] | None = make_watch or make_text if request.params.stop else None
         self._watched = None if self._make_watch is None else self._make_watch()

@@ -113,7 +113,7 @@ class Arrivals:
         if not text.shares or text in self._asked or text.num_tokens != text.num_prompt:
             return
         self._asked.add(text)
-        tokens = text.tokens.copy()
+        tokens = text.tokens[: text.shares_to].copy()
         lookup = self.source.start(text.space, tokens, self._pool.shared.longest(text))
         if lookup is not None:
             self._lookups[text] = lookup
@@ -162,7 +162,7 @@ class Arrivals:
         if self._with_pages and left_at >= 0:  # it has begun again, and had no room for all of them
             self.end(text)
             return False
-        ended, most = lookup.ended, min(lookup.available(text.computed), text.num_prompt - 1)
+        ended, most = lookup.ended, min(lookup.available(text.computed), text.num_prompt - 1, text.shares_to)
         ahead = most // self._group * self._group > max(text.computed, left_at)
         if not ahead and (ended or text.remaining == 1):
             self.end(text)
@@ -174,7 +174,7 @@ class Arrivals:
         self.end(text)
         if not text.shares or text.seq_id < 0:
             return
-        tokens = text.tokens[: text.computed]
+        tokens = text.tokens[: min(text.computed, text.shares_to)]
         self._pool.keep_pages(text, text.computed)
         self.source.used(text.space, tokens)
         for group, source in self._with_pages:

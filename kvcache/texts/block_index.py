@@ -106,6 +106,8 @@ class BlockIndex:
         """
         if not text.shares:
             return
+        if stop > text.shares_to:
+            stop, ends = text.shares_to, False
         cache, size, cached = self.cache, self.cache.block_size, 0
         full, tokens = stop // size, text.tokens[: stop // size * size]
         with suppress(MemoryError):  # of the system: the blocks are not cached then

@@ -272,6 +272,8 @@ class Pool:
 
     def keep_pages(self, text: Text, stop: int, ends: bool = False) -> None:
         """Cache what other texts need with the blocks of the index."""
+        if stop > text.shares_to:
+            stop, ends = text.shares_to, False
         for i, group in self._with_pages:
             group.keep(text, i, stop, ends)
 

@@ -81,17 +81,17 @@ class CacheSettings(CacheArguments):
             raise ValueError(f"max_state_bytes: expected 0 or at least {own}, the bytes of a state, got {limit}")
         return replace(self, max_state_bytes=limit)
 
-    def expect(self, prefix: CompressedPrefix | None) -> CompressedPrefix | None:
-        """Check that texts may stand behind a prefix, and return it.
+    def expect(self, prefix: CompressedPrefix | None, adapter: Any = None) -> CompressedPrefix | None:
+        """Check that texts, perhaps with an adapter, may stand behind a prefix, and return it.
 
         Raises:
             TypeError: another kind.
-            ValueError: it is of another network; layers evict, or queries choose tokens.
+            ValueError: it is of another network; layers evict, or queries choose tokens; with an adapter.
         """
         if prefix is None:
             return None
         as_instance(prefix, CompressedPrefix, "prefix").expect(self.model)
-        expect("prefix", prefix, self.features)
+        expect("prefix", prefix, self.features | (set() if adapter is None else {"adapter"}))
         return prefix
 
     @property

@@ -44,7 +44,8 @@ class SharedPrefixes:
         if self._index is None or not text.shares:
             return 0
         tokens, space = text.tokens, text.space
-        return self.longest_of(tokens, self._index.longest(tokens, text.num_tokens, space), space)
+        most = min(text.num_tokens, text.shares_to)
+        return self.longest_of(tokens, self._index.longest(tokens, most, space), space)
 
     def longest_of(self, tokens: Tokens, stop: int, space: object) -> int:
         """The longest prefix of at most `stop` tokens, which the index has, that every group has."""
@@ -69,7 +70,7 @@ class SharedPrefixes:
             The number of its tokens, and what each group has of them.
         """
         tokens, space, index = text.tokens[:most], text.space, self._index
-        most = text.num_tokens - 1
+        most = min(text.num_tokens - 1, text.shares_to)
         first = CachedStart(0) if index is None else index.hold(tokens, most, space, held, again)
         if arrived is not None:
             arrived(text, first.cached)

@@ -9,6 +9,7 @@ logits of the last one give the next token.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable
 from copy import copy
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from kvcache.texts.compressed_prefix import CompressedPrefix
+    from kvcache.texts.text_adapter import TextAdapter
 
 __all__ = ["NO_TOKEN", "Text", "Tokens"]
 
@@ -34,6 +36,7 @@ class Text:
         tokens: those to run; a copy of the caller's.
         namespace: texts share cached blocks within one namespace.
         prefix: it stands behind this one, whose tokens are not among its own; None: it stands alone.
+        adapter: of its tokens; None: they are those of the network itself.
 
     Attributes:
         base: the position of its first token, behind the prefix.
@@ -53,8 +56,11 @@ class Text:
     shares: bool = True  # whether its first tokens may come from cached blocks, and its blocks be cached
     head: bool = True  # whether its rows are logits; else those behind the last norm
 
-    def __init__(self, tokens: Tokens, namespace: Hashable = None, prefix: CompressedPrefix | None = None) -> None:
-        self.prefix, self.base = prefix, 0 if prefix is None else prefix.num_tokens
+    def __init__(
+        self, tokens: Tokens, namespace: Hashable = None, prefix: CompressedPrefix | None = None,
+        adapter: TextAdapter | None = None,
+    ) -> None:
+        self.prefix, self.adapter, self.base = prefix, adapter, 0 if prefix is None else prefix.num_tokens
         self._buffer, self.num_tokens = tokens, len(tokens)
         self.namespace, self.space, self.num_prompt = namespace, namespace, len(tokens)
         self.seq_id, self.computed, self.regime = -1, 0, 0
@@ -74,6 +80,11 @@ class Text:
     def remaining(self) -> int:
         """Tokens that are to run."""
         return self.num_tokens - self.computed
+
+    @property
+    def shares_to(self) -> int:
+        """How many of its first tokens other texts may have too: those behind an activated adapter are its own."""
+        return sys.maxsize if self.adapter is None else self.adapter.shares_to
 
     def next_tokens(self, count: int) -> Tokens:
         """The next `count` tokens to run; behind the last one draft tokens."""

@@ -220,7 +220,8 @@ class WindowLayers(Layers):
         return source
 
     def offered(self, text: Text) -> Sequence[PagesOf]:
-        ends = {min(length, text.computed) // self.ends * self.ends for length in (text.num_prompt, text.computed)}
+        most = min(text.computed, text.shares_to)
+        ends = {min(length, most) // self.ends * self.ends for length in (text.num_prompt, most)}
         return [partial(self._pages_of, text.tokens[:end], end, text.space) for end in sorted(ends - {0})]
 
     def _pages_of(self, tokens: Tokens, stop: int, space: Any, index: PrefixIndex) -> dict[int, int]:
