@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,7 +52,7 @@ class _Target(NamedTuple):
     shape: tuple[int, int]
 
 
-def read_adapter(folder: str | Path, config: ModelConfig, name: str | None = None) -> Adapter:
+def read_adapter(folder: str | PathLike[str], config: ModelConfig, name: str | None = None) -> Adapter:
     """Read an adapter from a folder.
 
     Args:
