@@ -27,7 +27,7 @@ from kvcache.networks.towers import Names
 from kvcache.support.arguments import BFLOAT16, short
 from kvcache.support.machine_memory import machine_memory
 
-__all__ = ["read_adapter"]
+__all__ = ["read_adapter", "read_settings"]
 
 _TENSORS = "adapter_model.safetensors"
 _SIDE = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
@@ -66,13 +66,8 @@ def read_adapter(folder: str | PathLike[str], config: ModelConfig, name: str | N
             type; the adapter has modules, sizes or ranks that its network or its settings do not have, a module without
             one of its two matrices, or numbers that are not finite.
     """
-    folder = Path(folder)
-    path = folder / ADAPTER_CONFIG
-    content = read_file(path, MAX_CONFIG_BYTES)
-    try:
-        settings = AdapterSettings.of(json_object(path, content))
-    except CheckpointError as error:
-        raise CheckpointError(_of_file(path, error)) from None
+    settings, content = _settings(folder)
+    folder, path = Path(folder), Path(folder, ADAPTER_CONFIG)
     if not (folder / _TENSORS).exists() and (others := sorted(each.name for each in folder.glob("adapter_model.*"))):
         raise FileNotFoundError(f"{folder}: expected {_TENSORS}, found {', '.join(others[:3])}, which cannot be read")
     file = SafetensorsFile(folder / _TENSORS)
@@ -90,9 +85,19 @@ def read_adapter(folder: str | PathLike[str], config: ModelConfig, name: str | N
         raise CheckpointError(f"{folder}: {error}") from None
 
 
-def _of_file(path: Path, error: CheckpointError) -> str:
-    """The message of an error, which names the file."""
-    return str(error) if str(error).startswith(str(path)) else f"{path}: {error}"
+def read_settings(folder: str | PathLike[str]) -> AdapterSettings:
+    """Read the settings of an adapter alone; raises as `read_adapter`."""
+    return _settings(folder)[0]
+
+
+def _settings(folder: str | PathLike[str]) -> tuple[AdapterSettings, bytearray]:
+    """The settings, and the content of their file."""
+    path = Path(folder, ADAPTER_CONFIG)
+    said = json_object(path, content := read_file(path, MAX_CONFIG_BYTES))
+    try:
+        return AdapterSettings.of(said), content
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
 
 
 class _Reader:
