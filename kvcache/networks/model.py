@@ -7,7 +7,7 @@ result, so the same network runs over a paged, a quantised or a shared cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ from kvcache.networks.padded_heads import padded, stored_sizes
 from kvcache.networks.protocols import Attend, LayerAttention, LayerIndex, Logits, Recur
 from kvcache.networks.recurrence import Layer, layer_of
 from kvcache.networks.rope import Rope, RopeTable
-from kvcache.networks.row_adapters import PreparedAdapter, RowAdapters
+from kvcache.networks.row_adapters import Adapt, PreparedAdapter, RowAdapters
 from kvcache.networks.weights import InputWeights, LayerWeights, MlpWeights, Progress, Weight, Weights
 from kvcache.support.arguments import short
 
@@ -46,7 +46,6 @@ __all__ = ["Transformer"]
 
 Float32 = NDArray[np.float32]
 Turns = dict[RopeTable | None, list[tuple[NDArray[Any], ...]]]
-Adapt = Callable[[Float32, Float32], None]
 
 _AFTER = ("turned", "unit")  # norms of queries and keys behind their rotary embedding
 _MOST_TOGETHER = 192  # rows that an MLP takes at a time: what is between its products then stays in the CPU's cache
@@ -231,7 +230,8 @@ class Transformer:
         if regime not in range(len(self._tables)) or self.regime(end) > regime:
             raise ValueError(f"regime: expected that of a text with these positions, got {short(regime)}")
         rows = self._rows(tokens, (positions,) if sink_positions is None else (positions, sink_positions), regime)
-        rows = rows._replace(adapters=RowAdapters.of(adapters, len(tokens)))
+        if adapters:
+            rows = rows._replace(adapters=RowAdapters.of(adapters, len(tokens)))
         chosen: Any = slice(len(tokens) - (logits == "last"), None) if isinstance(logits, str) else logits
         whole = isinstance(logits, str) and (logits == "all" or (logits == "last" and len(tokens) == 1))
         finish = self._scores if head else np.ascontiguousarray
@@ -300,12 +300,13 @@ class Transformer:
     ) -> None:
         """Add what the parts of a layer compute of some rows to their residual stream `x`, or to all `streams`."""
         config, eps, normed, beside = self.config, self.config.rms_norm_eps, None, None
+        adapt: Mapping[str, Adapt] = {} if adapters is None else adapters.of_layer(i)
         if config.norms == "parallel":
             normed = self._normed(x, layer.input_norm)
         if layer.streams is not None:
             beside = layer.streams.beside(self._normed(x, layer.input_norm), self._times, eps)
         if mixed is not None and layer.output is not None:
-            self._add_times(x, mixed, layer.output, layer.output_bias, layer.output_norm, _at(adapters, i, "output"))
+            self._add_times(x, mixed, layer.output, layer.output_bias, layer.output_norm, adapt.get("output"))
         if beside is not None:
             x += beside
             x *= np.float32(math.sqrt(0.5))
@@ -313,8 +314,8 @@ class Transformer:
             normed = self._normed(x, layer.mlp_norm) if normed is None else normed
             if layer.router is None:
                 (mlp,) = layer.mlps
-                gated = self._gated(normed, mlp, _at(adapters, i, "gate_up"))
-                self._add_times(x, gated, mlp.down, mlp.down_bias, layer.down_norm, _at(adapters, i, "down"))
+                gated = self._gated(normed, mlp, adapt.get("gate_up"))
+                self._add_times(x, gated, mlp.down, mlp.down_bias, layer.down_norm, adapt.get("down"))
             else:
                 self._add_experts(x, layer, layer.router, normed)
         to = x
@@ -402,7 +403,8 @@ class Transformer:
         if layer.latent is not None:
             return self._mixed_latent(i, layer, layer.latent, normed, rows, table, attend)
         sizes = config.sizes[i]
-        heads, values, gates = self._project(normed, layer, sizes, _at(rows.adapters, i, "qkv"))
+        adapt = None if rows.adapters is None else rows.adapters.of_layer(i).get("qkv")
+        heads, values, gates = self._project(normed, layer, sizes, adapt)
         after = layer.qk_norm if config.qk_norm in _AFTER else None
         factors = rows.factors if config.unrotated_growth is None or table is None else None
         turned = self._turned(sizes.num_heads, heads, values, table, rows.turns[table], factors, after)
@@ -652,11 +654,6 @@ class _Rows(NamedTuple):
         others = (None if each is None else each[rows] for each in (self.factors, self.inputs, self.streams))
         adapters = None if self.adapters is None else self.adapters.taken(rows)
         return _Rows(self.x[rows], turns, *others)._replace(adapters=adapters)
-
-
-def _at(adapters: RowAdapters | None, layer: int, place: str) -> Adapt | None:
-    """What adds the products of adapters at a place of a layer, given rows and their product; None: no row has one."""
-    return None if adapters is None else partial(adapters.add, layer, place)
 
 
 class _Scaled(NamedTuple):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,9 +15,10 @@ from kvcache.networks.adapter import Adapter, adapted_shapes
 from kvcache.networks.config import ModelConfig
 from kvcache.support.arguments import as_instance
 
-__all__ = ["PLACES", "PreparedAdapter", "RowAdapters"]
+__all__ = ["PLACES", "Adapt", "PreparedAdapter", "RowAdapters"]
 
 Float32 = NDArray[np.float32]
+Adapt = Callable[[Float32, Float32], None]
 # The products of a layer, and the projections that each one stacks.
 PLACES = {"qkv": ("q", "k", "v"), "output": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
 _FORMATS = {"<f4": "f32", "<f2": "f16"}  # any other type is bf16
@@ -26,17 +28,17 @@ class PreparedAdapter:
     """An adapter in the matrices that products read.
 
     Args:
-        pairs: by layer and place, one of `PLACES`.
+        layers: of each layer by place, one of `PLACES`.
     """
 
-    def __init__(self, pairs: Mapping[tuple[int, str], tuple[LowRankPair, ...]]) -> None:
-        self.pairs = pairs
+    def __init__(self, layers: Mapping[int, Mapping[str, tuple[LowRankPair, ...]]]) -> None:
+        self.layers = layers
 
     @classmethod
     def of(cls, adapter: Adapter, config: ModelConfig) -> PreparedAdapter:
         """Prepare an adapter for a network. ValueError: it does not fit, see `Adapter.expect`."""
         as_instance(adapter, Adapter, "adapter").expect(config)
-        shapes, found = adapted_shapes(config), dict[tuple[int, str], tuple[LowRankPair, ...]]()
+        shapes, found = adapted_shapes(config), dict[int, dict[str, tuple[LowRankPair, ...]]]()
         for layer in range(config.trunk_layers):
             for place, names in PLACES.items():
                 pairs, column = list[LowRankPair](), 0
@@ -45,16 +47,16 @@ class PreparedAdapter:
                         pairs.append(LowRankPair(_matrix(own.a), _matrix(own.b), own.scale, column))
                     column += shapes.get((layer, name), (0, 0))[0]
                 if pairs:
-                    found[layer, place] = tuple(pairs)
+                    found.setdefault(layer, {})[place] = tuple(pairs)
         return cls(found)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all matrices."""
-        return sum(pair.nbytes for pairs in self.pairs.values() for pair in pairs)
+        return sum(pair.nbytes for places in self.layers.values() for pairs in places.values() for pair in pairs)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self.pairs)} products of {len({i for i, _ in self.pairs})} layers)"
+        return f"{type(self).__name__}({len(self.layers)} layers, {self.nbytes} bytes)"
 
 
 class RowAdapters(NamedTuple):
@@ -88,12 +90,17 @@ class RowAdapters(NamedTuple):
         found = tuple(span for span in cut if span[0] < span[1])
         return RowAdapters(found) if found else None
 
-    def add(self, layer: int, place: str, x: Float32, out: Float32) -> None:
-        """Add to a product `out` of the rows `x` what their adapters have for this layer and place."""
-        key = layer, place
-        spans: Iterable[Any] = [(first, stop, each.pairs[key]) for first, stop, each in self.spans if key in each.pairs]
-        if spans:
-            add_low_rank(np.ascontiguousarray(x), out, spans)
+    def of_layer(self, layer: int) -> dict[str, Adapt]:
+        """By place of a layer what adds to a product of rows, given these, what adapters have there."""
+        found: dict[str, list[Any]] = {}
+        for first, stop, each in self.spans:
+            for place, pairs in each.layers.get(layer, {}).items():
+                found.setdefault(place, []).append((first, stop, pairs))
+        return {place: partial(_add, spans) for place, spans in found.items()}
+
+
+def _add(spans: Sequence[tuple[int, int, tuple[LowRankPair, ...]]], x: Float32, out: Float32) -> None:
+    add_low_rank(np.ascontiguousarray(x), out, spans)
 
 
 def _matrix(values: NDArray[Any]) -> Matrix:
