@@ -53,7 +53,7 @@ def configured(
     parser.set_defaults(**base)
     options = parse()
     if tables and (options.model is not None or options.name is not None or options.served_name or options.adapter):
-        raise ValueError("config: expected paths, names and adapters of models in the tables [[model]], got another")
+        raise ValueError("config: expected what names models, and adapters, in the tables [[model]] alone, got another")
     options.tables = []
     for table in tables:
         if not isinstance(table, dict) or "path" not in table:

@@ -80,7 +80,8 @@ class AdapterRoutes:
 
     def _told(self, error: Exception) -> str:
         """The message of an error, without the place of the folder."""
-        return f"lora_path: {str(error).replace(f'{self._root()}{os.sep}', '')}"
+        told = str(error).replace(f"{self._root()}{os.sep}", "")
+        return f"lora_path: expected an adapter that can be read, got an error: {told}"
 
     def _root(self) -> Path:
         assert self._folder is not None, "there are no paths without it"

@@ -38,7 +38,7 @@ class Models:
             for name in model.names:
                 if self._by_name.setdefault(name, model) is not model:
                     raise ValueError(f"models: expected each name once, got {short(name)} twice")
-        count = Counter(name for model in models for name in model.adapters) + Counter(self._by_name)
+        count = Counter((*self._by_name, *(name for model in models for name in model.adapters)))
         if twice := [name for name, number in count.items() if number > 1]:
             raise ValueError(f"models: expected other names of adapters, got {short(twice[0])} twice")
 
