@@ -14,9 +14,9 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PARTS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 
 
-def modules_of(name, parts=PARTS):
-    """The modules of a golden network that adapters may change, with their `(out, in)`."""
-    checkpoint, found = Checkpoint(golden_folder(name)), {}
+def modules_of(network, parts=PARTS):
+    """The modules that adapters may change, with their `(out, in)`, of a golden network by its name, or of a folder."""
+    checkpoint, found = Checkpoint(golden_folder(network) if isinstance(network, str) else network), {}
     for tensor in checkpoint.names():
         path, inside = tensor.removesuffix(".weight"), Names.layer_of(tensor)
         dense = inside and re.fullmatch(r"(self_attn|mlp|feed_forward)\.(\w+)\.weight", inside[1])
