@@ -146,7 +146,7 @@ class PrefixCachedEngine(ChatEngine):
         """Those of the engine."""
         return self.inner.adapters
 
-    def load_adapter(self, name: str, adapter: Adapter) -> Adapter:
+    def load_adapter(self, name: str, adapter: Adapter | str | os.PathLike[str]) -> Adapter:
         """See `InferenceEngine`."""
         return self.inner.load_adapter(name, adapter)
 

@@ -31,9 +31,10 @@ from kvcache.server.logprobs import TokenTexts
 from kvcache.server.message_bodies import COUNTED, MESSAGES, asked_of_message
 from kvcache.server.message_form import MessageForm
 from kvcache.server.prompts import Prompt, Prompts
-from kvcache.server.refusals import too_large, too_many
+from kvcache.server.refusals import BodyError, no_adapter, too_large, too_many
 from kvcache.server.response_bodies import RESPONSES, asked_of_response
 from kvcache.server.response_form import ResponseForm
+from kvcache.server.served_adapters import ServedAdapters
 from kvcache.server.vector_bodies import (
     EMBEDDINGS,
     RERANK,
@@ -78,13 +79,16 @@ class ServedModel:
         pooling: how its vectors are made, "last" or "mean", where its checkpoint does not say it.
         reranker: whether it judges documents, where neither its checkpoint nor its name says so.
         max_vectors: the most bytes of the vectors of a body.
+        adapters: those that it gets; None: none.
 
     Raises:
         TypeError, ValueError: no such pooling, or another one than the checkpoint's; no number of bytes.
+        FileNotFoundError, CheckpointError: an adapter that cannot be read.
 
     Attributes:
         engine: see above.
         names: all of them; that of the model first.
+        adapters: by the names that requests give as their model.
         trials: of new grammars.
         tasks: what it is for: "generate", "embed", "rerank".
     """
@@ -92,9 +96,11 @@ class ServedModel:
     def __init__(
         self, engine: BatchEngine, name: str, *, aliases: Sequence[str] = (), plain_special_tokens: bool = False,
         tool_parser: str | None = None, pooling: str | None = None, reranker: bool = False,
-        max_vectors: int = MAX_VECTORS,
+        max_vectors: int = MAX_VECTORS, adapters: ServedAdapters | None = None,
     ) -> None:
         self.engine, self.names = engine, tuple(dict.fromkeys((name, *aliases)))
+        self.adapters = ServedAdapters() if adapters is None else adapters
+        self.adapters.attach(engine)
         self.trials = Trials()
         self._prompts = Prompts(engine, plain_special_tokens)
         self._voices = Voices(engine.tokenizer, engine.chat_template, tool_parser)
@@ -137,13 +143,19 @@ class ServedModel:
 
     def embed(self, found: dict[str, Any], space: Hashable) -> VectorBody:
         """Answer a body of `/v1/embeddings`."""
-        given = checked(found, EMBEDDINGS, ("model", "input"))
+        given = self._without_adapter(checked(found, EMBEDDINGS, ("model", "input")))
         return asked_of_embeddings(given, self._vectors(), self.names[0], space, self._max_vectors)
 
     def rerank(self, found: dict[str, Any], space: Hashable) -> VectorBody:
         """Answer a body of `/v1/rerank`."""
-        given = checked(found, RERANK, ("model", "query", "documents"))
+        given = self._without_adapter(checked(found, RERANK, ("model", "query", "documents")))
         return asked_of_rerank(given, self._vectors(), self.names[0], space)
+
+    def _without_adapter(self, given: dict[str, Any]) -> dict[str, Any]:
+        if given["model"] not in self.names:
+            message = f"model: expected {' or '.join(self.names)}, since vectors have no adapters, got {given['model']}"
+            raise BodyError(message, "unsupported_model")
+        return given
 
     def _vectors(self) -> Vectors:
         vectors = self.engine.vectors()
@@ -155,6 +167,8 @@ class ServedModel:
         return asked_of_completion(found, chat, self.engine.sampling_params, self.engine.max_positions)
 
     def _prepared(self, asked: Asked, prompts: list[Prompt], form: Form, space: Hashable) -> Prepared:
+        if asked.model not in self.names:
+            asked = asked._replace(adapter=asked.model)
         if (talk := asked.conversation) is not None:
             wanted = asked.params.grammar
             if (grammar := self._grammar(talk, prompts[0], wanted)) is not None:
@@ -212,22 +226,32 @@ class ServedModel:
         try:
             if (scores := asked.scores) is not None:
                 check_scores(sum(len(each.tokens) for each in prompts), scores)
+            if asked.adapter is not None:
+                self._expect_adapter(asked.adapter)
             for number, prompt in enumerate(prompts):
                 later = asked.priority + number * asked.n  # a body of many texts waits rather than one of a single text
                 watch = None if asked.conversation is None else readers[number]
                 answer.requests.append(engine.submit(
                     prompt.tokens, asked.params, namespace=space, deadline=timeout, n=asked.n, priority=later,
-                    keep=prompt.kept, parts_at=prompt.parts, prompt_logprobs=scores, watch=watch,
+                    keep=prompt.kept, parts_at=prompt.parts, prompt_logprobs=scores, watch=watch, adapter=asked.adapter,
                 ))
         except BaseException as error:
             answer.cancel()
+            if asked.adapter is not None:
+                self._expect_adapter(asked.adapter)  # it may have been unloaded just now
             count = asked.n * len(prompts)
             if isinstance(error, QueueFullError) and count > error.max_queue:  # there is never room for all of it
                 raise too_many(asked.field, error.max_queue, count) from None
             if isinstance(error, OutOfMemoryError) and prompt is not None:
                 raise self._too_large(asked.field, f"{len(prompt.tokens)} tokens") from None
             raise
+        if asked.adapter is not None:
+            self.adapters.count(asked.adapter)
         return answer
+
+    def _expect_adapter(self, name: str) -> None:
+        if name not in self.engine.adapters:
+            raise no_adapter(name)
 
     def too_many_tokens(self, error: TooManyTokens) -> ValueError:
         """The error of a text with more tokens than the network has positions: of the memory where that has fewer."""

@@ -38,6 +38,7 @@ HELP = {
     "event_snapshots": "Lists of all blocks that routers were sent.",
     "event_replays": "Answers to routers that had missed events.",
     "http_responses": "Answers over HTTP, by their status.",
+    "adapter_requests": "Requests to the network that named an adapter as their model.",
     "model_loads": "Loads of each model.",
     "namespace_cached_tokens": "Tokens of a namespace that are cached now.",
     "namespace_queries": "Requests of a namespace that began.",
