@@ -382,6 +382,7 @@ class Scheduler:
         self.pool.fork(work, follower, computed)
         follower.regime, follower.space, follower.started = work.regime, work.space, now
         follower.cached_tokens, follower.hidden = work.cached_tokens, work.hidden
+        follower.cached_texts.update(work.cached_texts)
         self.observed.began(follower, now)
         self._run(follower)
         follower.leader = None
