@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
@@ -13,6 +13,8 @@ from typing import Any
 from kvcache.engine.adapters import Adapters
 from kvcache.engine.chat import Answer, ChatEngine
 from kvcache.engine.completion import Completion, Request
+from kvcache.engine.documents import LINK, NO_DOCUMENTS, Documents, SegmentUse
+from kvcache.engine.held_texts import HeldTexts
 from kvcache.engine.inference import InferenceEngine
 from kvcache.engine.text_rows import TextRows
 from kvcache.engine.turns import Turn
@@ -29,9 +31,11 @@ from kvcache.support.arguments import as_count, as_instance, short
 from kvcache.support.copies import refuse_copies
 from kvcache.support.exclusions import expect
 from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
-from kvcache.texts.compressed_prefix import CompressedPrefix
+from kvcache.texts.behind import Behind
+from kvcache.texts.block_index import PartStart
 from kvcache.texts.forward import expect_own
 from kvcache.texts.kv_settings import Settings
+from kvcache.texts.seen_parts import SeenParts
 from kvcache.texts.text import Text
 from kvcache.tiers.directory import DirectoryTier
 from kvcache.tiers.tiers import Tiers
@@ -156,7 +160,8 @@ class PrefixCachedEngine(ChatEngine):
 
     def generate(
         self, prompt_tokens: Any, params: SamplingParams | None = None, *, namespace: Hashable = None,
-        prefix: CompressedPrefix | None = None, adapter: str | None = None, **sampling: Any,
+        prefix: Behind | None = None, head: Any = None, segments: Iterable[Any] | None = None, link: int = LINK,
+        adapter: str | None = None, **sampling: Any,
     ) -> list[int]:
         """Continue a prompt and return the new tokens; `[]` for an empty prompt.
 
@@ -171,13 +176,16 @@ class PrefixCachedEngine(ChatEngine):
                 repeat. Requests share blocks only behind the same one.
             adapter: as of `InferenceEngine.complete`. Requests share blocks only with the same one, before the
                 invocation of an activated one with those of the network alone.
+            head, segments, link: as of `InferenceEngine.complete`; each segment is computed once, and cached behind the
+                head.
             sampling: attributes of `SamplingParams`, in place of those of `params`.
 
         Raises:
             TypeError, ValueError: invalid tokens, parameters or length.
             InvalidOperationError: this thread has an open stream of this engine; the engine's cache was replaced.
         """
-        request = self._checked(prompt_tokens, params, sampling, namespace, prefix, adapter)
+        documents = Documents(head, segments, link)
+        request = self._checked(prompt_tokens, params, sampling, namespace, prefix, documents, adapter)
         if not len(request.tokens):
             return []
         turn = self._requests.turns.take(self.inner.version)
@@ -193,27 +201,59 @@ class PrefixCachedEngine(ChatEngine):
 
     def stream(
         self, prompt_tokens: Any, params: SamplingParams | None = None, *, namespace: Hashable = None,
-        prefix: CompressedPrefix | None = None, adapter: str | None = None, **sampling: Any,
+        prefix: Behind | None = None, head: Any = None, segments: Iterable[Any] | None = None, link: int = LINK,
+        adapter: str | None = None, **sampling: Any,
     ) -> Iterator[int]:
         """Do what `generate` does, token by token; arguments are checked now, and every failure is raised.
 
         The stream has exclusive use of the engine, as with `InferenceEngine.stream`. When it ends, or is closed or
         dropped, the tokens computed so far are cached.
         """
-        request = self._checked(prompt_tokens, params, sampling, namespace, prefix, adapter)
+        documents = Documents(head, segments, link)
+        request = self._checked(prompt_tokens, params, sampling, namespace, prefix, documents, adapter)
         return self._stream_in_turn(request, namespace, whole=False) if len(request.tokens) else iter(())
 
     def complete(
         self, prompt: Any, params: SamplingParams | None = None, *, namespace: Hashable = None,
-        prefix: CompressedPrefix | None = None, adapter: str | None = None, **sampling: Any,
+        prefix: Behind | None = None, head: Any = None, segments: Iterable[Any] | None = None, link: int = LINK,
+        adapter: str | None = None, **sampling: Any,
     ) -> Completion:
         """Do what `InferenceEngine.complete` does, with the prefix cache; every failure is raised.
 
         Args:
-            prompt, params, namespace, prefix, adapter, sampling: as of `generate`; the prompt has at least one token.
+            prompt: as of `generate`, but it has at least one token.
+            params, namespace, prefix, head, segments, link, adapter, sampling: as of `generate`.
         """
-        request = self._checked(prompt, params, sampling, namespace, prefix, adapter, with_text=True)
+        documents = Documents(head, segments, link)
+        request = self._checked(prompt, params, sampling, namespace, prefix, documents, adapter, with_text=True)
         return request.complete(self._stream_in_turn(request, namespace, whole=True))
+
+    def prepare(
+        self, segments: Iterable[Any], *, head: Any = None, namespace: Hashable = None
+    ) -> list[SegmentUse]:
+        """Compute segments behind a head, so that later requests find them cached; what is cached does not run.
+
+        Args:
+            segments, head, namespace: as of `generate`.
+
+        Returns:
+            The use of each: its tokens, and those that were cached before.
+
+        Raises:
+            as `complete`.
+        """
+        self._check_cache()
+        hash(namespace)
+        placed = self._requests.new.placed([0], None, Documents(head, segments, 0))
+        if self._sequence.settings.expect(placed.prefix) is None:
+            return []
+        with self._requests.call:
+            try:
+                with HeldTexts(self._pool) as held:
+                    self._run_seen(placed.prefix, namespace, 0, held)
+                    return placed.uses(held.cached) or []
+            finally:
+                self._sequence.clear()
 
     def _checkpoint(self) -> CheckpointText | GgufText | None:
         return self._requests.text
@@ -260,15 +300,18 @@ class PrefixCachedEngine(ChatEngine):
 
     def _checked(
         self, prompt: Any, params: SamplingParams | None, sampling: dict[str, Any], namespace: Hashable,
-        prefix: CompressedPrefix | None = None, adapter: str | None = None, *, with_text: bool = False,
+        prefix: Behind | None = None, documents: Documents = NO_DOCUMENTS, adapter: str | None = None, *,
+        with_text: bool = False,
     ) -> Request:
         """A new request; its prompt may be empty."""
         self._check_cache()
         expect_own(namespace)
         params = self.inner.sampling_params if params is None else params
-        prefix, loaded = self._sequence.settings.expect(prefix, adapter), self.adapters.find(adapter)
+        loaded, features = self.adapters.find(adapter), () if adapter is None else ("adapter",)
+        placed = self._requests.new.placed(prompt, prefix, documents, features)
+        self._sequence.settings.expect(placed.prefix, adapter)
         return self._requests.request(
-            prompt, params, sampling, with_text=with_text, or_empty=not with_text, prefix=prefix, adapter=loaded
+            placed.prompt, params, sampling, with_text=with_text, or_empty=not with_text, placed=placed, adapter=loaded
         )
 
     def _check_cache(self) -> None:
@@ -374,23 +417,51 @@ class PrefixCachedEngine(ChatEngine):
         """Start the text with the cached blocks of a prompt and run the rest; returns the logits after the prompt."""
         text = Text(request.tokens, namespace, request.prefix, request.adapter)
         text.parts_at = request.parts_at
-        rows, ran = self._run(text, request.progress)
+        if isinstance(request.prefix, SeenParts):
+            with HeldTexts(self._pool) as held:
+                self._run_seen(request.prefix, namespace, text.reach, held)
+                request.cached_texts = held.cached
+                rows, ran = self._run(text, request.progress, held.starts(request.prefix))
+        else:
+            rows, ran = self._run(text, request.progress)
         self._requests.num_prefilled += ran
         request.cached_tokens = len(request.tokens) - ran
         logits: Float32 = rows[0]
         return logits
 
-    def _run(self, text: Text, progress: Progress | None = None) -> tuple[Float32, int]:
-        """Run a prompt behind its cached blocks; returns the rows of its last token, and how many tokens ran."""
+    def _run_seen(self, prefix: Any, namespace: Hashable, least: int, held: HeldTexts) -> None:
+        """Run the texts that a `SeenParts` has parts of, as far as they are not cached, and hold them.
+
+        `least`: tokens of the request, which decide the regime.
+        """
+        forward = self._sequence.forward
+        for part in prefix.texts:
+            text = Text(part.tokens, namespace, part.behind)
+            text.least = least
+            text.regime = forward.regime(text.reach)
+            if not held.find(part, forward.space_of(text)):
+                _, ran = self._run(text, None, held.starts(part.behind))
+                self._requests.num_prefilled += ran
+                held.add(part, text, text.num_tokens - ran)
+
+    def _run(
+        self, text: Text, progress: Progress | None = None, parts: Sequence[PartStart] = ()
+    ) -> tuple[Float32, int]:
+        """Run a prompt behind its cached blocks; returns the rows of its last token, and how many tokens ran.
+
+        Args:
+            progress: see `chat`.
+            parts: that it sees.
+        """
         current, forward = self._sequence, self._sequence.forward
-        text.regime = forward.regime(text.num_tokens)
+        text.regime = forward.regime(text.reach)
         text.space = forward.space_of(text)
         if self._arrivals is None:
-            cached, ran = current.start(text), 0
+            cached, ran = current.start(text, None, parts), 0
         else:
             self._arrivals.clear()  # what an interrupt has left
             self._arrivals.begin(text)
-            cached = current.start(text, self._arrivals.arrived)
+            cached = current.start(text, self._arrivals.arrived, parts)
             ran = self._run_while_more_arrives(self._arrivals, text, progress)
         remaining = text.remaining
         ran += 0 if cached == text.num_tokens and remaining == 1 else remaining  # all is cached, but no logits
