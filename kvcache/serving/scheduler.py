@@ -24,6 +24,7 @@ from kvcache.errors import KvCacheError, OutOfMemoryError
 from kvcache.serving.budget import CHEAP_ROWS, MOST, TokenBudget
 from kvcache.serving.observed import Observed
 from kvcache.serving.pins import Pins
+from kvcache.serving.prefetches import Prefetches
 from kvcache.serving.shares import Shares, fitting
 from kvcache.serving.work import FinishReason, Work
 from kvcache.texts.arrivals import Arrivals
@@ -57,6 +58,7 @@ class Scheduler:
         ended: works that have ended, until the engine has told those that wait for them.
         preemptions: how often a work gave up its sequence.
         pins: prefixes that stay cached for a time.
+        prefetches: takes hints.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Scheduler:
         self._most_prompts = most_prompts
         self.works: dict[int, Work] = {}
         self.pins, self._now = Pins(self.pool), 0.0
+        self.prefetches = Prefetches(self.pool, arrivals, self.pins)
         self.running: list[Work] = []
         self._waiting: list[Work] = []  # a heap; ended works leave it when they come to its top
         self._deadlines: list[tuple[float, int]] = []  # a heap
@@ -203,7 +206,7 @@ class Scheduler:
 
     def _jump(self, arrivals: Arrivals) -> None:
         """Let works begin again whose blocks have arrived from tiers."""
-        arrivals.keep(set(self.works.values()))
+        arrivals.keep({*self.works.values(), *self.prefetches.texts})
         for work in list(self.running):
             if arrivals.reaches_past(work, work.left_at):
                 work.left_at = work.computed
@@ -385,6 +388,7 @@ class Scheduler:
         with self.pins.released():
             self.pool.check(self.running)
         self.drafter.check()
+        self.prefetches.check()
         assert self.running == sorted(self.running), "works do not run in the order of their keys"
         parked = {id(work) for leader in self.running for _, work in leader.parked}
         heap = {id(work) for work in self._waiting}
