@@ -137,7 +137,7 @@ class Arrivals:
         tokens = text.tokens[: text.computed]
         for group, source in self._with_pages:
             for pages in group.offered(text):
-                source.ends(text.space, tokens, pages)
+                source.ends(text.space, tokens, pages, once=True)
         return self.source.copied(text.space, tokens)
 
     def _wait(self, lookup: Lookup) -> None:
