@@ -265,7 +265,7 @@ class PrefixCachedEngine(ChatEngine):
     ) -> Hinted:
         """Tell what is known of cached texts while no request has them; see `BatchEngine.hint`.
 
-        "demote", "release", and "prefetch", which waits until the texts are read from the tiers. Nothing is pinned here.
+        "demote", "release", and "prefetch", which waits until the texts are read from the tiers. It pins nothing.
 
         Raises:
             TypeError, ValueError: as `complete`; another action.

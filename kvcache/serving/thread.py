@@ -23,9 +23,8 @@ class StepThread:
     def __init__(self, owner: object, step: Callable[[], bool], pause: Callable[[], float]) -> None:
         self._woken: SimpleQueue[None] = SimpleQueue()  # may be used from signal handlers
         self._stopping = threading.Event()
-        self._thread = threading.Thread(
-            target=_run, args=(ref(owner), step, pause, self._woken, self._stopping), name="kvcache-serving", daemon=True
-        )
+        arguments = ref(owner), step, pause, self._woken, self._stopping
+        self._thread = threading.Thread(target=_run, args=arguments, name="kvcache-serving", daemon=True)
         self._thread.start()
 
     @property

@@ -19,7 +19,7 @@ from kvcache.texts.forward import Forward
 from kvcache.texts.pool import Pool
 from kvcache.texts.text import Text, Tokens
 
-__all__ = ["HINTS", "MOST_TEXTS", "Hint", "HintKind", "Hinted", "demote"]
+__all__ = ["HINTS", "MOST_TEXTS", "Hint", "HintKind", "Hinted", "demote", "head_of"]
 
 MOST_TEXTS = 64  # of a hint
 _MOST_SECONDS, _MOST_AFTER = 24 * 3600.0, 2**31
@@ -39,6 +39,12 @@ class HintKind(NamedTuple):
     resumes: bool = False
     after: bool = False
     least: int = 1
+
+    @property
+    def takes(self) -> list[str]:
+        """The names of these arguments."""
+        given = {"ttl": self.ttl is not None, "resume_in": self.resumes, "after": self.after}
+        return [name for name, is_given in given.items() if is_given]
 
 
 HINTS = {
@@ -86,22 +92,22 @@ class Hint(NamedTuple):
         """Check the arguments of a hint.
 
         Raises:
-            TypeError, ValueError: no such hint; too few or too many texts; an argument that it does not take; no number.
+            TypeError, ValueError: no such hint; too few or too many texts; an argument that it does not take, or no
+                number.
         """
         kind = HINTS.get(action) if isinstance(action, str) else None
         if kind is None:
             raise ValueError(f"action: expected one of {', '.join(HINTS)}, got {short(action)}")
         if not kind.least <= len(prompts) <= MOST_TEXTS:
             raise ValueError(f"prompts: expected {kind.least} to {MOST_TEXTS} for {action}, got {len(prompts)}")
-        takes = {"ttl": kind.ttl is not None, "resume_in": kind.resumes, "after": kind.after}
         for name, value in {"ttl": ttl, "resume_in": resume_in, "after": after}.items():
-            if value is not None and not takes[name]:
+            if value is not None and name not in kind.takes:
                 raise ValueError(f"{name}: expected none for {action}, got {short(value)}")
         seconds = kind.ttl or 0.0 if ttl is None else as_finite(ttl, "ttl", 0.0, _MOST_SECONDS)
         due = 0.0 if resume_in is None else as_finite(resume_in, "resume_in", 0.0, _MOST_SECONDS)
         first = 0 if after is None else as_count(after, "after", most=_MOST_AFTER)
         if kind.least > 1:
-            prompts = [_head(prompts)]
+            prompts = [head_of(prompts)]
         texts = []
         for tokens in prompts:
             text = Text(tokens, namespace, prefix)
@@ -113,12 +119,14 @@ class Hint(NamedTuple):
     def found(self, pool: Pool) -> Hinted:
         """What the index of a pool has of its texts now; waits for no step."""
         index, tokens = pool.block_index, sum(text.num_tokens for text in self.texts)
-        found = [0] if index is None else [index.longest(each.tokens, each.num_tokens, each.space) for each in self.texts]
-        return Hinted(self.action, tokens, sum(found))
+        if index is None:
+            return Hinted(self.action, tokens, 0)
+        found = sum(index.longest(each.tokens, each.num_tokens, each.space) for each in self.texts)
+        return Hinted(self.action, tokens, found)
 
 
-def _head(prompts: Sequence[Tokens]) -> Tokens:
-    """The first tokens that all prompts share."""
+def head_of(prompts: Sequence[Tokens]) -> Tokens:
+    """The first tokens that all prompts have."""
     head = prompts[0]
     for other in prompts[1:]:
         most = min(len(head), len(other))

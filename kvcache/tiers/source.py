@@ -286,7 +286,7 @@ class TierSource:
         return 0.0 if not rate else (self._links[0].latency.mean or 0.0) + groups * self.format.value_bytes / rate
 
     def copied(self, name: Hashable, tokens: Tokens) -> bool:
-        """Write the groups of `tokens` that no tier has, however often they were used; whether each one is in a tier now.
+        """Write the groups of `tokens` that no tier has, however often they were used; whether a tier has each one now.
 
         One that is queued counts, and so do those whose K and V are not cached. Raises no exception. To be called
         without the cache's lock.

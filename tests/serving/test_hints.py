@@ -149,7 +149,8 @@ def test_pins_of_texts_and_of_their_head():
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("llama", {}), ("llama", {"dtype": "q4", "residual_length": 16}), ("gemma3", {}), ("lfm2", {})]
+    ("name", "options"),
+    [("llama", {}), ("llama", {"dtype": "q4", "residual_length": 16}), ("gemma3", {}), ("lfm2", {})],
 )
 def test_a_text_comes_back_from_a_tier(name, options):
     """It is copied when a tool runs, after a single use; it is read a second before it comes, and stays until then."""
@@ -276,7 +277,10 @@ class Hinting(RuleBasedStateMachine):
         self.engine, self.clock = engine_of(24, tiers=self.tiers)
         self.open = []
 
-    @rule(number=st.integers(1, 3), length=st.integers(1, 130), seed=st.integers(0, 3), keep=st.sampled_from([None, 9.0]))
+    @rule(
+        number=st.integers(1, 3), length=st.integers(1, 130), seed=st.integers(0, 3),
+        keep=st.sampled_from([None, 9.0]),
+    )
     def ask(self, number, length, seed, keep):
         prompt, params = branch(100 + number, 40, max(41, length)), sampled(seed, 3, logprobs=1)
         self.open.append((self.engine.submit(prompt, params, keep=keep), prompt, params))
