@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -34,6 +34,7 @@ from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
 from kvcache.texts.behind import Behind
 from kvcache.texts.block_index import PartStart
 from kvcache.texts.forward import expect_own
+from kvcache.texts.hints import Hint, Hinted, demote
 from kvcache.texts.kv_settings import Settings
 from kvcache.texts.seen_parts import SeenParts
 from kvcache.texts.text import Text
@@ -43,6 +44,8 @@ from kvcache.tiers.tiers import Tiers
 __all__ = ["PrefixCachedEngine"]
 
 logger = logging.getLogger("kvcache")
+
+_AHEAD = 60.0  # seconds that a hint waits for tiers at most
 
 
 class PrefixCachedEngine(ChatEngine):
@@ -318,6 +321,50 @@ class PrefixCachedEngine(ChatEngine):
         """InvalidOperationError, once the blocks that are cached are not those of the engine any more."""
         if self._sequence.pool is not self._pool:
             raise InvalidOperationError("engine: expected the cache that it got here, got another one since then")
+
+    def hint(
+        self, action: str, *prompts: Any, namespace: Hashable = None, after: int | None = None,
+        prefix: Behind | None = None,
+    ) -> Hinted:
+        """Tell what is known of cached texts while no request has them; see `BatchEngine.hint`.
+
+        "demote", "release", and "prefetch", which waits until the texts are read from the tiers. It pins nothing.
+
+        Raises:
+            TypeError, ValueError: as `complete`; another action.
+            InvalidOperationError: the engine's cache was replaced.
+        """
+        self._check_cache()
+        hash(namespace)
+        if action not in ("demote", "prefetch", "release"):
+            raise ValueError(f"action: expected demote, prefetch or release of this engine, got {short(action)}")
+        prefix, requests = self._sequence.settings.expect(prefix), self._requests
+        found = [requests.new.prompt(each, prefix) for each in prompts]
+        hint = Hint.of(self._sequence.forward, action, found, namespace, prefix, after=after)
+        hinted = hint.found(self._pool)
+        for text in hint.texts:
+            if action == "prefetch":
+                self._read_ahead(text)
+                continue
+            with requests.lock:
+                if action == "demote":
+                    demote(self._pool, self._arrivals, text, hint.after)
+                else:
+                    self._pool.shared.leave(text, hint.after, at_once=True)
+        return hinted
+
+    def _read_ahead(self, text: Text) -> None:
+        """Cache what tiers have of a text."""
+        if self._arrivals is None:
+            return
+        with self._requests.lock:
+            lookup = self._arrivals.ask(text)
+        if lookup is None:
+            return
+        lookup.wait(_AHEAD)
+        with self._requests.lock, ExitStack() as held:
+            self._pool.shared.hold(text, text.num_tokens, held, self._arrivals.arrived, again=True)
+            self._arrivals.end(text)
 
     def cache_stats(self) -> PrefixCacheStats:
         """A snapshot of the prefix cache's counters.

@@ -19,6 +19,7 @@ from kvcache.sampling.text_tokens import TooManyTokens
 from kvcache.sampling.tokenizer_errors import decoded
 from kvcache.server.answers import HttpAnswer
 from kvcache.server.asked import Asked
+from kvcache.server.cache_hints import cache_hints_of, hinted
 from kvcache.server.completion_bodies import asked_of_completion, check_scores
 from kvcache.server.completion_form import CompletionForm
 from kvcache.server.constraints import grammar_refused
@@ -173,7 +174,7 @@ class ServedModel:
             wanted = asked.params.grammar
             if (grammar := self._grammar(talk, prompts[0], wanted)) is not None:
                 asked = asked._replace(params=replace(asked.params, grammar=grammar), form=wanted)
-        return Prepared(asked, prompts, form, space if asked.salt is None else (space, asked.salt))
+        return Prepared(asked, prompts, form, _space(asked, space))
 
     def _grammar(self, talk: Conversation, prompt: Prompt, form: Grammar | None) -> Grammar | None:
         """The grammar of the answer to a conversation: calls, or the form that is asked for, or one of both."""
@@ -262,6 +263,23 @@ class ServedModel:
     def _too_large(self, field: str, got: str) -> ValueError:
         return too_large(field, got, self.engine.max_prompt)
 
+    # -- hints ----------------------------------------------------------------------------------------------
+
+    def hint(self, found: dict[str, Any], space: Hashable) -> ASGIApp:
+        """Take a body of `/v1/cache/hints`: its texts are made as those of requests, and nothing runs."""
+        given = cache_hints_of(found)
+        asked = [self._named_by(given.endpoint, body) for body in given.bodies]
+        texts = [[prompt.tokens for prompt in self._prompts.of(each, runs=False)] for each in asked]
+        return JSONResponse(hinted(self.engine, self.names[0], given, texts, _space(asked[0], space)))
+
+    def _named_by(self, endpoint: str, body: dict[str, Any]) -> Asked:
+        """Read the body of a request for the text that it names."""
+        if endpoint == "/v1/messages":
+            return asked_of_message(checked(body, COUNTED, ("model", "messages")), self.engine.sampling_params)
+        if endpoint == "/v1/responses":
+            return asked_of_response(checked(body, RESPONSES, ("model", "input")), self.engine.sampling_params)
+        return self._completion(body, endpoint == "/v1/chat/completions")
+
     # -- tokens alone ---------------------------------------------------------------------------------------
 
     def count(self, found: dict[str, Any], space: Hashable) -> ASGIApp:
@@ -298,3 +316,7 @@ class ServedModel:
         tokens = self._prompts.checked(given["tokens"], "tokens").tolist()
         return JSONResponse({"prompt": decoded(self.engine.tokenizer, tokens, skip_special_tokens=False)})
 
+
+def _space(asked: Asked, space: Hashable) -> Hashable:
+    """The namespace of the texts of a body, of a key with this one."""
+    return space if asked.salt is None else (space, asked.salt)

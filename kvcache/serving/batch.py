@@ -49,6 +49,7 @@ from kvcache.support.exclusions import expect
 from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
 from kvcache.texts.behind import Behind
 from kvcache.texts.forward import Forward, expect_own
+from kvcache.texts.hints import Hint, Hinted
 from kvcache.texts.kv_settings import Options, Settings, with_options
 from kvcache.texts.seen_parts import SeenParts
 from kvcache.texts.settings import CacheSettings, Load
@@ -321,6 +322,53 @@ class BatchEngine(NetworkEngine):
         if works:
             self._steps.enqueue(prepared, works, priority, deadline)
         return prepared
+
+    def hint(
+        self,
+        action: str,
+        *prompts: Any,
+        namespace: Hashable = None,
+        ttl: float | None = None,
+        resume_in: float | None = None,
+        after: int | None = None,
+        prefix: Behind | None = None,
+    ) -> Hinted:
+        """Tell what is known of cached texts while no request has them: it changes times, never bits.
+
+        It takes effect now, or when the running step ends, and waits for neither; texts are read while the thread of
+        the engine, or its caller, steps.
+
+        Args:
+            action: "demote": a tool runs; the text is copied to the tiers, and what it alone has is evicted before all
+                else, unless it is used again. "pin": it stays, as by `keep` of `submit`, as far as it is cached.
+                "prefetch": it comes back; it is read from the tiers, and pinned. "release": it has ended; what it alone
+                has is forgotten, in the memory of this process. "share": the head that all of the prompts begin with is
+                pinned. What alone continues a text, such as an answer, counts as its own.
+            prompts: token ids, or texts, at most 64; "share" takes two or more.
+            namespace, prefix: as of `submit`.
+            ttl: seconds that a text stays for, of "pin" and "share" (by default 300) and of "prefetch" (60 more than
+                `resume_in`).
+            resume_in: seconds until a text of "prefetch" comes back; it is read a second before that, or earlier where
+                tiers are slow. By default now.
+            after: of "demote" and "release", how many first tokens of each text stay as they are: those of the text
+                that a branch has left.
+
+        Returns:
+            How many tokens the texts have, and of how many K and V are cached now.
+
+        Raises:
+            TypeError, ValueError: as `submit`; no such action, or an argument that it does not take.
+            QueueFullError: too many texts are to be read later.
+            InvalidOperationError: the engine is closed, or its requests share nothing.
+        """
+        hash(namespace)
+        self._settings.expect(prefix)
+        expect("hint", action, self._settings.features)
+        found = [self._new.prompt(each, prefix) for each in prompts]
+        hint = Hint.of(self._steps.forward, action, found, namespace, prefix, ttl, resume_in, after)
+        hinted = hint.found(self._pool)
+        self._steps.hint(hint)
+        return hinted
 
     def prepare_grammar(
         self, grammar: Grammar, stop_token_ids: Iterable[int] = (), *, trials: Trials | None = None

@@ -24,6 +24,7 @@ from kvcache.errors import KvCacheError, OutOfMemoryError
 from kvcache.serving.budget import CHEAP_ROWS, MOST, TokenBudget
 from kvcache.serving.observed import Observed
 from kvcache.serving.pins import Pins
+from kvcache.serving.prefetches import Prefetches
 from kvcache.serving.seen_texts import SeenText, SeenTexts
 from kvcache.serving.shares import Shares, fitting
 from kvcache.serving.work import FinishReason, Work
@@ -59,6 +60,7 @@ class Scheduler:
         preemptions: how often a work gave up its sequence.
         pins: prefixes that stay cached for a time.
         seen_texts: works of cached texts that others see parts of, which come and go with these.
+        prefetches: takes hints.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Scheduler:
         self.works: dict[int, Work] = {}
         self.pins, self._now = Pins(self.pool), 0.0
         self.seen_texts = SeenTexts(self.pool)
+        self.prefetches = Prefetches(self.pool, arrivals, self.pins)
         self.running: list[Work] = []
         self._waiting: list[Work] = []  # a heap; ended works leave it when they come to its top
         self._deadlines: list[tuple[float, int]] = []  # a heap
@@ -226,7 +229,7 @@ class Scheduler:
 
     def _jump(self, arrivals: Arrivals) -> None:
         """Let works begin again whose blocks have arrived from tiers."""
-        arrivals.keep(set(self.works.values()))
+        arrivals.keep({*self.works.values(), *self.prefetches.texts})
         for work in list(self.running):
             if arrivals.reaches_past(work, work.left_at):
                 work.left_at = work.computed
@@ -414,6 +417,7 @@ class Scheduler:
         with self.pins.released():
             self.pool.check(self.running)
         self.drafter.check()
+        self.prefetches.check()
         assert self.running == sorted(self.running), "works do not run in the order of their keys"
         parked = {id(work) for leader in self.running for _, work in leader.parked}
         heap = {id(work) for work in self._waiting}

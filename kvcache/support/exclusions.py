@@ -74,6 +74,7 @@ EXCLUSIONS = {row.setting: row for row in (
     Exclusion("segments", "None", _ELSEWHERE, _AS_STORED),
     Exclusion("embed", "none", ("eviction",), "a vector is of all tokens of its text"),
     Exclusion("keep", "none", ("eviction", "logprobs"), "such requests share no blocks, so none stay cached"),
+    Exclusion("hint", "none", ("eviction", "both ways"), "no text is cached that it could be about"),
     Exclusion("tiers", "none", ("eviction", "both ways"), "blocks with holes are of no use to another text"),
     Exclusion("kv_events", "none", ("eviction", "both ways"), "no blocks are cached that routers could be told of"),
     Exclusion("autosave", "None", ("tiers",), "tiers may have a DirectoryTier of their own"),

@@ -115,6 +115,21 @@ class SharedPrefixes:
                     return stop, held.pop_all()
                 most = stop
 
+    def leave(self, text: Text, after: int, at_once: bool) -> tuple[Tokens, int] | None:
+        """Let what a text alone has, behind its first `after` tokens, be evicted before all else; or forget it now.
+
+        Returns:
+            As `PrefixCache.demote`.
+        """
+        if self._index is None or not text.shares:
+            return None
+        pages = self._index.pages
+        found = (pages.discard if at_once else pages.demote)(text.tokens, text.space, after)
+        if found is not None:
+            for group in self._with_pages:
+                group.leave(*found, text.space, at_once)
+        return found
+
     def close_sessions(self) -> None:
         """Release all that is held; for an owner whose calls have ended."""
         for cache in self.prefixes:

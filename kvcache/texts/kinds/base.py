@@ -191,6 +191,9 @@ class Layers(ABC):
             ends: whether these are all tokens that the text has computed, and it is about to lose its sequence.
         """
 
+    def leave(self, tokens: Tokens, start: int, space: Any, at_once: bool) -> None:
+        """Let what is cached of a text alone, behind its first `start` tokens, leave before all else; or now."""
+
     # -- tiers ----------------------------------------------------------------------------------------------
 
     def connect(self, tiers: Tiers, name: Named, index: TierSource) -> WindowSource | None:
