@@ -225,7 +225,7 @@ class PrefixCachedEngine(ChatEngine):
 
     def chat(
         self, messages: Any, params: SamplingParams | None = None, *, tools: Any = None, template: Any = None,
-        namespace: Hashable = None, progress: Progress | None = None, **sampling: Any,
+        edits: Any = None, namespace: Hashable = None, progress: Progress | None = None, **sampling: Any,
     ) -> Answer:
         """Do what `InferenceEngine.chat` does, with the prefix cache: only what is new in the conversation runs.
 
@@ -235,10 +235,11 @@ class PrefixCachedEngine(ChatEngine):
             progress: called after each piece of the prompt with its tokens that are cached or have run, and with all.
                 What it raises ends the answer.
         """
-        prompt, parts = self._requests.chat_prompt(messages, tools, template, parts=self._pool.keeps_states)
+        edited = self.edit(messages, edits, tools=tools, template=template)
+        prompt, parts = self._requests.chat_prompt(edited.messages, tools, template, parts=self._pool.keeps_states)
         request = self._checked(prompt, params, sampling, namespace, with_text=True)
         request.progress, request.parts_at = progress, parts
-        return Answer(request, self._stream_in_turn(request, namespace, whole=False))
+        return Answer(request, self._stream_in_turn(request, namespace, whole=False), edited.applied)
 
     def _checked(
         self, prompt: Any, params: SamplingParams | None, sampling: dict[str, Any], namespace: Hashable,

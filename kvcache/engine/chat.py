@@ -16,7 +16,9 @@ from typing import Any
 
 from kvcache.engine.call_ids import with_counted_ids
 from kvcache.engine.completion import FinishReason, Request
+from kvcache.engine.edits import Edited, as_edits, edited
 from kvcache.engine.history import THOUGHTS, TOOLS, Messages, Rewriting, are_texts, rewritings, with_arguments
+from kvcache.engine.prompt_measure import PromptMeasure
 from kvcache.engine.text_rows import TextRows
 from kvcache.engine.vectors import VectorOptions, Vectors
 from kvcache.errors import CheckpointError
@@ -26,7 +28,9 @@ from kvcache.sampling.tokenizer import SPECIAL_TOKENS, CheckpointText, GgufText
 from kvcache.support.arguments import plain_int, short
 from kvcache.support.json_text import read_json_text
 
-__all__ = ["Answer", "ChatEngine", "chat_tokens", "chat_tokens_with_ends", "render", "template_arguments"]
+__all__ = [
+    "Answer", "ChatEngine", "chat_tokens", "chat_tokens_with_ends", "edited_chat", "render", "template_arguments",
+]
 
 _OLDEST = (3, 1, 6)  # of jinja2: earlier sandboxes have known holes
 # Where a template reads the thoughts of an assistant.
@@ -47,9 +51,13 @@ class Answer:
         prompt_tokens: tokens of the conversation, as the template writes it.
         cached_tokens: those whose K and V came from a prefix cache; 0 before the first piece.
         tokens: the new tokens so far.
+        applied_edits: what each edit of the conversation has cleared, see `ChatEngine.edit`.
     """
 
-    def __init__(self, request: Request, new: Iterator[int]) -> None:
+    def __init__(
+        self, request: Request, new: Iterator[int], applied_edits: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        self.applied_edits = [*applied_edits]
         self.prompt_tokens = len(request.tokens)
         self.tokens: list[int] = []
         self._request, self._pieces = request, request.pieces(new, self.tokens)
@@ -98,9 +106,28 @@ class ChatEngine:
         """The checkpoint's Jinja template of a conversation; None if it has none. CheckpointError: it is damaged."""
         return None if (text := self._checkpoint()) is None else text.chat_template
 
+    def edit(self, messages: Any, edits: Any, *, tools: Any = None, template: Any = None) -> Edited:
+        """Clear old results of tools and old thoughts of a conversation.
+
+        The edits are those of `context_management` in Anthropic's interface, such as
+        `{"type": "clear_tool_uses_20250919", "trigger": {"type": "input_tokens", "value": 30_000}}`. What they clear is
+        a function of the conversation alone; tokens are counted in the words of the template.
+
+        Args:
+            messages, tools, template: as of `apply_chat_template`.
+            edits: a list of dicts; an edit of thoughts comes first. None, or an empty list, changes nothing.
+
+        Returns:
+            The messages that stay, what each edit has cleared, and the tokens of the prompt before.
+
+        Raises:
+            TypeError, ValueError: no such edits; as `apply_chat_template`.
+        """
+        return edited_chat(self._checkpoint(), messages, edits, tools, template)
+
     def apply_chat_template(
         self, messages: Any, *, tools: Any = None, add_generation_prompt: bool = True, tokenize: bool = False,
-        template: Any = None,
+        template: Any = None, edits: Any = None,
     ) -> Any:
         """A conversation in the words of the checkpoint's chat template, as transformers writes it; text or token ids.
 
@@ -112,11 +139,14 @@ class ChatEngine:
             add_generation_prompt: whether the beginning of the answer follows.
             tokenize: return token ids instead of the text. The tokenizer adds no special tokens to those in the text.
             template: more variables of the template, such as `{"enable_thinking": False}`: plain data by their names.
+            edits: what leaves the conversation first, see `edit`.
 
         Raises:
             TypeError, ValueError: no template or tokenizer; messages that the template does not take.
             ImportError: without the packages of the extra `text`. CheckpointError: a damaged template.
         """
+        if edits is not None:
+            messages = self.edit(messages, edits, tools=tools, template=template).messages
         text = render(self._checkpoint(), messages, tools, add_generation_prompt, template)
         return chat_tokens(self._checkpoint(), text) if tokenize else text
 
@@ -209,6 +239,20 @@ def chat_tokens_with_ends(
 ) -> tuple[list[int], list[int]]:
     """The ids of `chat_tokens`, and how many of them stand before each place; see `encoded_with_ends`."""
     return encoded_with_ends(_tokenizer_of(text), rendered, "messages", ends, most=most)
+
+
+def edited_chat(
+    text: CheckpointText | GgufText | None, messages: Any, edits: Any, tools: Any = None, template: Any = None
+) -> Edited:
+    """A conversation after its edits; see `ChatEngine.edit`."""
+    known, found = None if edits is None else as_edits(edits), _messages(messages)
+    if known is None:
+        return Edited(found)
+
+    def write(messages: Messages) -> str:
+        return render(text, messages, tools, template=template)
+
+    return edited(found, known, PromptMeasure(write, _tokenizer_of(text)))
 
 
 def _tokenizer_of(text: CheckpointText | GgufText | None) -> Any:

@@ -319,15 +319,16 @@ class InferenceEngine(NetworkEngine):
 
     def chat(
         self, messages: Any, params: SamplingParams | None = None, *, tools: Any = None, template: Any = None,
-        **sampling: Any,
+        edits: Any = None, **sampling: Any,
     ) -> Answer:
         """Answer a conversation: an iterator of pieces of text, which `stream` computes token by token.
 
         Arguments and errors are those of `apply_chat_template` and `complete`; they are checked now.
         """
-        prompt, _ = self.requests.chat_prompt(messages, tools, template)
+        edited = self.edit(messages, edits, tools=tools, template=template)
+        prompt, _ = self.requests.chat_prompt(edited.messages, tools, template)
         request = self._request(prompt, params, sampling, with_text=True)
-        return Answer(request, self.requests.stream(request, whole=False))
+        return Answer(request, self.requests.stream(request, whole=False), edited.applied)
 
     def score(self, tokens: Any, *, prefix: CompressedPrefix | None = None) -> Float32:
         """Log-probability of each token after the first, given the tokens before it: float32 `(len(tokens) - 1,)`.

@@ -88,6 +88,12 @@ class Form(ABC):
         """The field of an answer that says what of the body was not read; empty: all was."""
         return {"warnings": [*self._asked.warnings]} if self._asked.warnings else {}
 
+    @property
+    def applied(self) -> dict[str, Any]:
+        """The field of an answer that says what edits of the conversation have cleared; empty: none was asked for."""
+        found = self._asked.applied
+        return {} if found is None else {"context_management": {"applied_edits": [*found]}}
+
     @abstractmethod
     def events(
         self, choice: Choice, pieces: Sequence[ChannelPiece], details: Mapping[str, Any], reason: str | None

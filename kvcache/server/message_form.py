@@ -65,7 +65,7 @@ class MessageForm(Form):
         if reason is not None:
             yield from self._end_block()
             delta, usage = self._end(choice, reason), self._usage(choice)
-            yield self._event("message_delta", delta=delta, usage=usage, **self._warned())
+            yield self._event("message_delta", delta=delta, usage=usage, **self.applied, **self._warned())
 
     def _piece(self, piece: ChannelPiece) -> Iterator[str]:
         channel = "arguments" if piece.channel == "call" else piece.channel
@@ -140,7 +140,7 @@ class MessageForm(Form):
                 content.append({"type": "text", "text": piece.text})
             last = piece.channel
         end = self._end(choice, reason or "stop")
-        more = {**self._diagnosis(choice), **self._warned()}
+        more = {**self._diagnosis(choice), **self.applied, **self._warned()}
         return JsonObject(**self._head, content=content, **end, usage=self._usage(choice), **more)
 
     # -- both -----------------------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.engine.edits import Edited, edited
 from kvcache.engine.partings import places_of
+from kvcache.engine.prompt_measure import PromptMeasure
 from kvcache.networks.tokens import as_tokens
 from kvcache.sampling.plain_text import PlainText
 from kvcache.sampling.text_tokens import TooManyTokens, encoded, encoded_with_ends, least_tokens
@@ -30,11 +32,15 @@ class Prompt(NamedTuple):
         tokens: its ids.
         parts: after how many of them the next requests are expected to differ, see `BatchEngine.submit`.
         kept: how many of the first ones stay cached, and for how many seconds each; None: nothing is said.
+        applied: what each edit of its conversation has cleared; None: the body asks for no edits.
+        original: how many tokens it had before the edits.
     """
 
     tokens: npt.NDArray[np.uint32]
     parts: tuple[int, ...] = ()
     kept: list[tuple[int, float]] | None = None
+    applied: tuple[dict[str, Any], ...] | None = None
+    original: int = 0
 
     @property
     def tail(self) -> list[int]:
@@ -90,6 +96,9 @@ class Prompts:
 
     def _of_conversation(self, asked: Asked, talk: Conversation, runs: bool) -> Prompt:
         """A conversation in the words of the template. Places in its text become numbers of tokens with the ids."""
+        change = None if talk.edits is None else self._edited(talk)
+        if change is not None:
+            talk = talk._replace(messages=change.messages)
         marks = asked.marks if runs and self._keeps(asked) else ()
         text = ChatText(talk, self._writer(talk), self._knows_developer, marks)
         places = text.ends + (text.partings() if runs and self._engine.keeps_states else [])
@@ -100,7 +109,23 @@ class Prompts:
             ids = encoded(self._tokenizer, text.text, asked.field, most=most, add_special_tokens=False)
         tokens = self.checked(ids, asked.field)
         parts = places_of(counts[len(marks) :])
-        return Prompt(tokens, parts, self._kept(asked, tokens, counts[: len(marks)]) if runs else None)
+        found = Prompt(tokens, parts, self._kept(asked, tokens, counts[: len(marks)]) if runs else None)
+        if change is None:
+            return found
+        return found._replace(applied=change.applied, original=change.original_tokens or len(tokens))
+
+    def _edited(self, talk: Conversation) -> Edited | None:
+        """The conversation after its edits; None: its messages are none, as the template will say."""
+        if talk.edits is None or not isinstance(talk.messages, list):
+            return None
+        if not all(isinstance(each, dict) for each in talk.messages):
+            return None
+
+        def write(messages: Any) -> str:
+            asked = talk._replace(messages=messages)
+            return ChatText(asked, self._writer(asked), self._knows_developer).text
+
+        return edited(talk.messages, talk.edits, PromptMeasure(write, self._tokenizer))
 
     def _writer(self, talk: Conversation) -> Callable[[Any, bool], str]:
         """The function that writes messages for the tokenizer, with the beginning of an answer or without."""

@@ -119,7 +119,9 @@ class ServedModel:
     def complete(self, found: dict[str, Any], space: Hashable, *, chat: bool) -> Prepared:
         """Answer a chat completion, or a completion."""
         asked = self._completion(found, chat)
-        return self._prepared(asked, self._prompts.of(asked), CompletionForm(asked, self.engine, self._texts), space)
+        prompts = self._prompts.of(asked)
+        asked = asked._replace(applied=prompts[0].applied)
+        return self._prepared(asked, prompts, CompletionForm(asked, self.engine, self._texts), space)
 
     def message(self, found: dict[str, Any], space: Hashable) -> Prepared:
         """Answer a body of `/v1/messages`."""
@@ -127,6 +129,7 @@ class ServedModel:
         asked = asked_of_message(given, self.engine.sampling_params)
         prompts = self._prompts.of(asked)
         comparison = self._fingerprints.note(given, space, answer, len(prompts[0].tokens))
+        asked = asked._replace(applied=prompts[0].applied)
         return self._prepared(asked, prompts, MessageForm(asked, self.engine, answer, comparison), space)
 
     def respond(self, found: dict[str, Any], space: Hashable) -> Prepared:
@@ -243,7 +246,9 @@ class ServedModel:
     def count(self, found: dict[str, Any], space: Hashable) -> ASGIApp:
         """The number of tokens of a body of `/v1/messages`."""
         asked = asked_of_message(checked(found, COUNTED, ("model", "messages")), self.engine.sampling_params)
-        return JSONResponse({"input_tokens": len(self._prompts.of(asked, runs=False)[0].tokens)})
+        prompt = self._prompts.of(asked, runs=False)[0]
+        managed = {} if prompt.applied is None else {"context_management": {"original_input_tokens": prompt.original}}
+        return JSONResponse({"input_tokens": len(prompt.tokens), **managed})
 
     def render(self, found: dict[str, Any], space: Hashable, *, chat: bool) -> ASGIApp:
         """The token ids of the prompts of a body, as routers ask for them."""
