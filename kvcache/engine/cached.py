@@ -12,6 +12,7 @@ from typing import Any
 
 from kvcache.engine.chat import Answer, ChatEngine
 from kvcache.engine.completion import Completion, Request
+from kvcache.engine.held_texts import HeldTexts
 from kvcache.engine.inference import InferenceEngine
 from kvcache.engine.text_rows import TextRows
 from kvcache.engine.turns import Turn
@@ -27,8 +28,10 @@ from kvcache.support.arguments import as_count, as_instance, short
 from kvcache.support.copies import refuse_copies
 from kvcache.support.exclusions import expect
 from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
-from kvcache.texts.compressed_prefix import CompressedPrefix
+from kvcache.texts.behind import Behind
+from kvcache.texts.block_index import PartStart
 from kvcache.texts.kv_settings import Settings
+from kvcache.texts.seen_parts import SeenPart, SeenParts
 from kvcache.texts.text import Text
 from kvcache.tiers.directory import DirectoryTier
 from kvcache.tiers.tiers import Tiers
@@ -140,7 +143,7 @@ class PrefixCachedEngine(ChatEngine):
 
     def generate(
         self, prompt_tokens: Any, params: SamplingParams | None = None, *, namespace: Hashable = None,
-        prefix: CompressedPrefix | None = None, **sampling: Any,
+        prefix: Behind | None = None, **sampling: Any,
     ) -> list[int]:
         """Continue a prompt and return the new tokens; `[]` for an empty prompt.
 
@@ -175,7 +178,7 @@ class PrefixCachedEngine(ChatEngine):
 
     def stream(
         self, prompt_tokens: Any, params: SamplingParams | None = None, *, namespace: Hashable = None,
-        prefix: CompressedPrefix | None = None, **sampling: Any,
+        prefix: Behind | None = None, **sampling: Any,
     ) -> Iterator[int]:
         """Do what `generate` does, token by token; arguments are checked now, and every failure is raised.
 
@@ -187,7 +190,7 @@ class PrefixCachedEngine(ChatEngine):
 
     def complete(
         self, prompt: Any, params: SamplingParams | None = None, *, namespace: Hashable = None,
-        prefix: CompressedPrefix | None = None, **sampling: Any,
+        prefix: Behind | None = None, **sampling: Any,
     ) -> Completion:
         """Do what `InferenceEngine.complete` does, with the prefix cache; every failure is raised.
 
@@ -243,7 +246,7 @@ class PrefixCachedEngine(ChatEngine):
 
     def _checked(
         self, prompt: Any, params: SamplingParams | None, sampling: dict[str, Any], namespace: Hashable,
-        prefix: CompressedPrefix | None = None, *, with_text: bool = False,
+        prefix: Behind | None = None, *, with_text: bool = False,
     ) -> Request:
         """A new request; its prompt may be empty."""
         self._check_cache()
@@ -355,23 +358,46 @@ class PrefixCachedEngine(ChatEngine):
         """Start the text with the cached blocks of a prompt and run the rest; returns the logits after the prompt."""
         text = Text(request.tokens, namespace, request.prefix)
         text.parts_at = request.parts_at
-        rows, ran = self._run(text, request.progress)
+        if isinstance(request.prefix, SeenParts):
+            with HeldTexts(self._pool) as held:
+                for part in request.prefix.texts:
+                    self._run_seen(part, text, held)
+                request.cached_texts = held.cached
+                rows, ran = self._run(text, request.progress, held.starts(request.prefix))
+        else:
+            rows, ran = self._run(text, request.progress)
         self._requests.num_prefilled += ran
         request.cached_tokens = len(request.tokens) - ran
         logits: Float32 = rows[0]
         return logits
 
-    def _run(self, text: Text, progress: Progress | None = None) -> tuple[Float32, int]:
-        """Run a prompt behind its cached blocks; returns the rows of its last token, and how many tokens ran."""
+    def _run_seen(self, part: SeenPart, of: Text, held: HeldTexts) -> None:
+        """Run the cached text of a part that a text sees, as far as it is not cached, and hold it."""
+        text = Text(part.tokens, of.namespace, part.behind)
+        text.least, text.regime = of.reach, self._sequence.forward.regime(of.reach)
+        if not held.find(part, self._sequence.forward.space_of(text)):
+            _, ran = self._run(text, None, held.starts(part.behind))
+            self._requests.num_prefilled += ran
+            held.add(part, text, text.num_tokens - ran)
+
+    def _run(
+        self, text: Text, progress: Progress | None = None, parts: Sequence[PartStart] = ()
+    ) -> tuple[Float32, int]:
+        """Run a prompt behind its cached blocks; returns the rows of its last token, and how many tokens ran.
+
+        Args:
+            progress: see `chat`.
+            parts: that it sees.
+        """
         current, forward = self._sequence, self._sequence.forward
-        text.regime = forward.regime(text.num_tokens)
+        text.regime = forward.regime(text.reach)
         text.space = forward.space_of(text)
         if self._arrivals is None:
-            cached, ran = current.start(text), 0
+            cached, ran = current.start(text, None, parts), 0
         else:
             self._arrivals.clear()  # what an interrupt has left
             self._arrivals.begin(text)
-            cached = current.start(text, self._arrivals.arrived)
+            cached = current.start(text, self._arrivals.arrived, parts)
             ran = self._run_while_more_arrives(self._arrivals, text, progress)
         remaining = text.remaining
         ran += 0 if cached == text.num_tokens and remaining == 1 else remaining  # all is cached, but no logits

@@ -16,7 +16,8 @@ from kvcache.networks.tokens import as_tokens
 from kvcache.sampling.sampling import Sampler
 from kvcache.sampling.text_stream import TextStream
 from kvcache.sampling.text_tokens import encoded
-from kvcache.texts.compressed_prefix import CompressedPrefix
+from kvcache.texts.behind import Behind
+from kvcache.texts.seen_parts import TextKey
 
 __all__ = ["Completion", "Request", "TokenLogprobs", "as_prompt", "logprobs_of"]
 
@@ -71,6 +72,7 @@ class Request:
         finish_reason: why it ended.
         logprobs: one entry per new token, if they are reported.
         cached_tokens: the number of prompt tokens that did not run.
+        cached_texts: of each cached text that it sees parts of the number of tokens that did not run.
         is_complete: whether all its text has come.
         parts_at: see `Text`.
         progress: called while its prompt runs, see `PrefixCachedEngine.chat`; None: nothing is.
@@ -78,7 +80,7 @@ class Request:
 
     def __init__(
         self, tokens: NDArray[np.uint32], sampler: Sampler, stop_tokens: frozenset[int],
-        prefix: CompressedPrefix | None = None,
+        prefix: Behind | None = None,
     ) -> None:
         self.tokens, self.sampler, self.stop_tokens, self.prefix = tokens, sampler, stop_tokens, prefix
         self.text: TextStream | None = None
@@ -87,6 +89,7 @@ class Request:
         self.parts_at: tuple[int, ...] = ()
         self.logprobs: list[TokenLogprobs] | None = None
         self.cached_tokens = 0
+        self.cached_texts: dict[TextKey, int] = {}
         self.is_complete = False
         self.progress: Callable[[int, int], None] | None = None
         self._pieces = deque[str]()

@@ -33,6 +33,7 @@ from kvcache.sampling.tokenizer import CheckpointText, GgufText
 from kvcache.support.arguments import as_count, as_finite, as_floats, as_index
 from kvcache.support.copies import refuse_copies
 from kvcache.support.exclusions import expect
+from kvcache.texts.behind import Behind
 from kvcache.texts.compressed_prefix import CompressedPrefix, Storing
 from kvcache.texts.kv_settings import Options, Settings, with_options
 from kvcache.texts.policy import Policy
@@ -274,7 +275,7 @@ class InferenceEngine(NetworkEngine):
     # ---------------------------------------------------------------- whole requests
 
     def complete(
-        self, prompt: Any, params: SamplingParams | None = None, *, prefix: CompressedPrefix | None = None,
+        self, prompt: Any, params: SamplingParams | None = None, *, prefix: Behind | None = None,
         **sampling: Any,
     ) -> Completion:
         """Continue a prompt: the new tokens, their text and why it ended; log-probabilities if `params` asks for them.
@@ -298,14 +299,14 @@ class InferenceEngine(NetworkEngine):
         return request.complete(self.requests.stream(request, whole=True))
 
     def generate(
-        self, prompt_tokens: Any, params: SamplingParams | None = None, *, prefix: CompressedPrefix | None = None,
+        self, prompt_tokens: Any, params: SamplingParams | None = None, *, prefix: Behind | None = None,
         **sampling: Any,
     ) -> list[int]:
         """Do what `complete` does, and return the new tokens alone."""
         return list(self.requests.stream(self._request(prompt_tokens, params, sampling, prefix=prefix), whole=True))
 
     def stream(
-        self, prompt_tokens: Any, params: SamplingParams | None = None, *, prefix: CompressedPrefix | None = None,
+        self, prompt_tokens: Any, params: SamplingParams | None = None, *, prefix: Behind | None = None,
         **sampling: Any,
     ) -> Iterator[int]:
         """Do what `generate` does, token by token: check the arguments now, run the prompt at the first `next`.
@@ -330,7 +331,7 @@ class InferenceEngine(NetworkEngine):
         request = self._request(prompt, params, sampling, with_text=True)
         return Answer(request, self.requests.stream(request, whole=False), edited.applied)
 
-    def score(self, tokens: Any, *, prefix: CompressedPrefix | None = None) -> Float32:
+    def score(self, tokens: Any, *, prefix: Behind | None = None) -> Float32:
         """Log-probability of each token after the first, given the tokens before it: float32 `(len(tokens) - 1,)`.
 
         Behind a `prefix` they are given that too.
@@ -345,7 +346,7 @@ class InferenceEngine(NetworkEngine):
 
     # ---------------------------------------------------------------- one sequence, step by step
 
-    def reset(self, prefix: CompressedPrefix | None = None) -> None:
+    def reset(self, prefix: Behind | None = None) -> None:
         """Start an empty sequence, perhaps behind a prefix. `prefill_token_count` is not reset.
 
         Behind a prefix the first position is `prefix.num_tokens`, and `prefill_from_pos` goes back no further.

@@ -19,7 +19,7 @@ from kvcache.sampling.sampling import Biases, Sampler, SamplingParams
 from kvcache.sampling.stop_strings import StopStrings
 from kvcache.support.arguments import as_count, short
 from kvcache.support.exclusions import excluded, expect
-from kvcache.texts.compressed_prefix import CompressedPrefix
+from kvcache.texts.behind import Behind, base_of
 
 __all__ = ["NewRequests", "Shared"]
 
@@ -118,7 +118,7 @@ class NewRequests:
         return tuple(getattr(self._config, "eos_token_ids", ()))
 
     def request(
-        self, tokens: NDArray[np.uint32], shared: Shared, sample: int = 0, prefix: CompressedPrefix | None = None
+        self, tokens: NDArray[np.uint32], shared: Shared, sample: int = 0, prefix: Behind | None = None
     ) -> Request:
         """A new request without text; adds one to the count of requests.
 
@@ -135,7 +135,7 @@ class NewRequests:
         return Request(tokens, sampler, stops, prefix)
 
     def prompt(
-        self, prompt: Any, prefix: CompressedPrefix | None = None, *, or_empty: bool = False
+        self, prompt: Any, prefix: Behind | None = None, *, or_empty: bool = False
     ) -> NDArray[np.uint32]:
         """The token ids of a prompt, which are converted and checked here alone; see `as_prompt`.
 
@@ -145,7 +145,7 @@ class NewRequests:
         """
         tokens = as_prompt(prompt, self._tokenizer, self._config.vocab_size, self.max_positions)
         if len(tokens) or not or_empty:
-            self.check_span(tokens, 0 if prefix is None else prefix.num_tokens)
+            self.check_span(tokens, base_of(prefix))
         return tokens
 
     def check_span(self, tokens: NDArray[np.uint32], pos: int) -> None:

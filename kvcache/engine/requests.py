@@ -29,7 +29,7 @@ from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.text_stream import TextStream
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
 from kvcache.support.arguments import as_instance
-from kvcache.texts.compressed_prefix import CompressedPrefix
+from kvcache.texts.behind import Behind, base_of
 from kvcache.texts.forward import Forward
 
 __all__ = ["SCORE_FLOATS", "Requests", "Tokens", "log_probabilities"]
@@ -90,7 +90,7 @@ class Requests:
 
     def request(
         self, prompt: Any, params: SamplingParams, sampling: Mapping[str, Any], *, with_text: bool = False,
-        or_empty: bool = False, is_history: bool = False, prefix: CompressedPrefix | None = None,
+        or_empty: bool = False, is_history: bool = False, prefix: Behind | None = None,
     ) -> Request:
         """A new request, checked; adds one to the count of requests.
 
@@ -157,7 +157,7 @@ class Requests:
         turn = self.turns.take(self.sequence.version)
         try:
             with self.lock:
-                self.sequence.clear(request.prefix)
+                request.cached_texts = self.sequence.clear(request.prefix, base_of(request.prefix) + len(request.tokens))
                 logits = self.prefill(request.tokens, self.sequence.num_tokens)
                 turn.leave(self.sequence.version)
             yield from self.decode(logits, request, turn)
@@ -215,14 +215,14 @@ class Requests:
             self.sequence.shorten(count)
             turn.leave(self.sequence.version)
 
-    def score(self, tokens: Tokens, prefix: CompressedPrefix | None = None) -> Float32:
+    def score(self, tokens: Tokens, prefix: Behind | None = None) -> Float32:
         """Log-probability of each token after the first; see `InferenceEngine.score`."""
-        base = 0 if prefix is None else prefix.num_tokens
+        base = base_of(prefix)
         self.new.check_span(tokens[:-1] if len(tokens) > 1 else tokens, base)
         scores = np.empty(len(tokens) - 1, np.float32)
         chunk = max(1, min(self.sequence.chunk, SCORE_FLOATS // self.config.vocab_size))
         with self.call:
-            self.sequence.clear(prefix)
+            self.sequence.clear(prefix, base + len(tokens))
             try:
                 for start in range(0, len(scores), chunk):
                     piece = tokens[start : min(start + chunk, len(scores))]

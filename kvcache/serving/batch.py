@@ -45,7 +45,7 @@ from kvcache.support.arguments import as_count, as_finite, as_instance, as_integ
 from kvcache.support.copies import refuse_copies
 from kvcache.support.exclusions import expect
 from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
-from kvcache.texts.compressed_prefix import CompressedPrefix
+from kvcache.texts.behind import Behind
 from kvcache.texts.forward import Forward
 from kvcache.texts.kv_settings import Options, Settings, with_options
 from kvcache.texts.settings import CacheSettings, Load
@@ -196,7 +196,7 @@ class BatchEngine(NetworkEngine):
         n: int = 1,
         keep: float | Iterable[tuple[int, float]] | None = None,
         parts_at: Iterable[int] = (),
-        prefix: CompressedPrefix | None = None,
+        prefix: Behind | None = None,
         prompt_logprobs: int | None = None,
         watch: Callable[[], StopWatch] | None = None,
         **sampling: Any,
@@ -295,7 +295,7 @@ class BatchEngine(NetworkEngine):
         return self._new.compiler().knows(grammar, stop_token_ids)
 
     def _sample(
-        self, prompt: Tokens, namespace: Hashable, shared: Shared, number: int, prefix: CompressedPrefix | None,
+        self, prompt: Tokens, namespace: Hashable, shared: Shared, number: int, prefix: Behind | None,
         watch: Callable[[], StopWatch] | None,
     ) -> Drawing:
         request, decoder = self._new.request(prompt, shared, number, prefix), shared.decoder

@@ -13,7 +13,7 @@ from kvcache.prefix.events.kv_events import KvEvents
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.saved.namespaces import encode_namespace
 from kvcache.serving.stats import BatchStats
-from kvcache.texts.compressed_prefix import is_behind
+from kvcache.texts.behind import is_behind
 
 __all__ = ["EngineEvents"]
 

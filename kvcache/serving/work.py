@@ -18,7 +18,7 @@ from kvcache.grammar.matcher import Matcher
 from kvcache.networks.protocols import Float32, NetworkConfig
 from kvcache.sampling.stop_strings import StopWatch
 from kvcache.sampling.text_stream import TextStream
-from kvcache.texts.compressed_prefix import CompressedPrefix
+from kvcache.texts.behind import Behind
 from kvcache.texts.text import Text, Tokens
 
 __all__ = ["Drawing", "FinishReason", "Reading", "Scoring", "Work"]
@@ -55,7 +55,7 @@ class Work(Text, ABC):
         parked: `(tokens, work)`: works that wait until this one has run these tokens, which are theirs too.
     """
 
-    def __init__(self, tokens: Tokens, namespace: Hashable, prefix: CompressedPrefix | None = None) -> None:
+    def __init__(self, tokens: Tokens, namespace: Hashable, prefix: Behind | None = None) -> None:
         super().__init__(tokens, namespace, prefix)
         self.opening = (hash((namespace, self.base)), tokens[:_OPENING].tobytes())
         self.key: tuple[float, int] = (0.0, 0)

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvcache.networks.hidden_rows import HiddenRows
 from kvcache.networks.protocols import Attend, Float32, IndexRows, Model, draft_layers, layer_attention
-from kvcache.texts.compressed_prefix import is_behind
+from kvcache.texts.behind import name_of_space
 from kvcache.texts.kinds.base import Lens
 from kvcache.texts.pool import Pool
 from kvcache.texts.text import Text
@@ -53,14 +53,14 @@ class Forward:
         return 0 if self.regime_of is None else self.regime_of(num_tokens)
 
     def space_of(self, text: Text) -> Hashable:
-        """The namespace of cached prefixes of a text's regime, behind its compressed prefix."""
-        if text.prefix is not None:
-            return text.prefix.space(text.namespace)
-        return text.namespace if self.regime_of is None else (text.regime, text.namespace)
+        """The namespace of cached prefixes of a text's regime, behind what it stands behind."""
+        own = text.namespace if self.regime_of is None else (text.regime, text.namespace)
+        return own if text.prefix is None else text.prefix.space(own)
 
     def name_of(self, space: Any) -> Hashable:
         """The caller's name of a namespace of cached prefixes."""
-        name: Hashable = space[2] if is_behind(space) else space if self.regime_of is None else space[1]
+        own = name_of_space(space)
+        name: Hashable = own if self.regime_of is None else own[1]
         return name
 
     def run(self, pieces: Sequence[tuple[Text, int, int]]) -> list[Float32]:
@@ -77,6 +77,9 @@ class Forward:
         lens, due = np.array(counts), np.array(wanted_rows)
         stops, ends = lens.cumsum(), due.cumsum()
         positions = np.arange(len(tokens)) + (bases + starts - (stops - lens)).repeat(lens)
+        for text, stop, count in zip(texts, stops, counts, strict=True):
+            if text.prefix is not None and text.computed < len(text.prefix.places):
+                positions[stop - count : stop] = text.places_of(text.computed, count)
         rows = np.arange(ends[-1]) + (stops - ends).repeat(due)
         wanted: Any = rows
         if not len(rows):

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from kvcache.core.memory import total
 from kvcache.networks.protocols import Attend, Float32, IndexRows
 from kvcache.prefix.prefix_stats import PrefixCacheStats
-from kvcache.texts.block_index import CachedStart
+from kvcache.texts.block_index import CachedStart, PartStart
 from kvcache.texts.kinds.base import Layers, Lens
 from kvcache.texts.shared_prefixes import Arrived, SharedPrefixes
 from kvcache.texts.text import Text
@@ -103,10 +103,10 @@ class Pool:
         text.keep_at = sorted({each for each in (text.num_prompt, *text.parts_at, *partings) if each > found})
         text.moved(seq_id, found, tuple(places))
 
-    def empty(self, seq_id: int) -> tuple[Any, ...]:
-        """Start a sequence without tokens; returns its places."""
+    def empty(self, seq_id: int, parts: Sequence[PartStart] = ()) -> tuple[Any, ...]:
+        """Start a sequence without tokens, which sees `parts`; returns its places."""
         text = Text(np.empty(0, np.uint32))
-        self.begin(text, 0, [CachedStart(0)] * len(self.groups), seq_id)
+        self.begin(text, 0, [CachedStart(0, parts=parts)] * len(self.groups), seq_id)
         return text.places
 
     def fork(self, text: Text, other: Text, computed: int, seq_id: int | None = None) -> None:
@@ -247,6 +247,11 @@ class Pool:
         if place is not text.places[index]:
             text.places = (*text.places[:index], place, *text.places[index + 1 :])
 
+    def release_held(self) -> None:
+        """Let `settle` end the sequences that a call held, which an exception has ended."""
+        for group in self.groups:
+            group.held.clear()
+
     def settle(self, text: Text | None = None) -> bool:
         """Free all sequences but that of a text, which is cut to what was computed; whether no layer has lost it.
 
@@ -269,6 +274,11 @@ class Pool:
         if self.block_index is not None:
             self.block_index.keep(text, stop, ends and self.keeps_states)
         self.keep_pages(text, stop, ends and self.keeps_states)
+
+    def keep_whole(self, text: Text) -> None:
+        """Cache all that a text has computed, the block in which it ends too, for others that see parts of it."""
+        if self.block_index is not None:
+            self.block_index.keep(text, text.computed, ends=True)
 
     def keep_pages(self, text: Text, stop: int, ends: bool = False) -> None:
         """Cache what other texts need with the blocks of the index."""

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.prefix.prefix_stats import PrefixCacheStats
-from kvcache.texts.block_index import BlockIndex, CachedStart
+from kvcache.texts.behind import name_of_space
+from kvcache.texts.block_index import BlockIndex, CachedStart, PartStart
 from kvcache.texts.kinds.base import Layers
 from kvcache.texts.text import Text, Tokens
 
@@ -83,6 +84,7 @@ class SharedPrefixes:
             # Where two texts part, and a group lacks what the next such text needs.
             at = cached - cached % self._block_size
             start = first._replace(parting=at) if stop < at else first
+            start = start._replace(parts=self.hold_parts(text, held, again))
             starts = [group.hold(text.tokens, stop, space, held) if group.reason else start for group in self._groups]
             if None not in starts:
                 if stop < cached and not again:
@@ -90,6 +92,13 @@ class SharedPrefixes:
                     self.gone[lacking.reason] += 1
                     self.gone_tokens += cached - stop
                 return stop, [*filter(None, starts)]
+
+    def hold_parts(self, text: Text, held: ExitStack, again: bool = False) -> Sequence[PartStart | None]:
+        """Hold the parts that a text sees, until `held` closes: those whose cached texts are all there."""
+        parts, own = () if text.prefix is None else text.prefix.parts, name_of_space(text.space)
+        if self._index is None:
+            return [None] * len(parts)
+        return [self._index.hold_part(part, part.space(own), held, again) for part in parts]
 
     def pin(self, text: Text, most: int) -> tuple[int, ExitStack]:
         """Hold the longest prefix of full blocks as `hold` finds it, until the stack is closed; it is not counted.
