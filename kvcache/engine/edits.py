@@ -21,6 +21,7 @@ __all__ = [
 CLEARED = "[This result was cleared to save room.]"  # stands where a result of a tool stood
 _TOOLS, _THINKING = "clear_tool_uses_20250919", "clear_thinking_20251015"
 _THOUGHT_PARTS = ("thinking", "redacted_thinking")
+_MODE = "kvcache_mode"  # the field that says how a result is cleared: a name of this library
 _MOST_NAMES = 1024  # of tools
 
 
@@ -34,6 +35,7 @@ class ToolClearing(NamedTuple):
         at_least: the tokens that a clearing removes at least; else it is not done.
         exclude: names of tools whose uses stay.
         inputs: whether arguments of calls leave too; or names of the tools of which they do.
+        mask: whether results stay in the text and are not seen any more; see `edit_masks`.
     """
 
     trigger: int = 100_000
@@ -42,6 +44,7 @@ class ToolClearing(NamedTuple):
     at_least: int = 0
     exclude: frozenset[str] = frozenset()
     inputs: bool | frozenset[str] = False
+    mask: bool = False
 
     def clears_input(self, name: str) -> bool:
         """Whether the arguments of a cleared call of this tool leave too."""
@@ -89,11 +92,21 @@ class Edited(NamedTuple):
         messages: what stays; a cleared result is `CLEARED`.
         applied: what each edit that changed something has cleared, as the interface says it.
         original_tokens: tokens of the prompt before the edits; None: they changed nothing.
+        masked: the uses whose results stay in `messages` and are not seen behind the edits; see `edit_masks`.
     """
 
     messages: Messages
     applied: tuple[dict[str, Any], ...] = ()
     original_tokens: int | None = None
+    masked: tuple[Clearing, ...] = ()
+
+    def with_masked(self, tokens: int, masked: int) -> Edited:
+        """Tell of the masks too, once they are found in the prompt: of its `tokens`, `masked` are not seen any more."""
+        if not self.masked:
+            return self
+        found = _told(sum(len(each.uses) for each in self.masked), masked)
+        original = tokens if self.original_tokens is None else self.original_tokens
+        return self._replace(applied=(*self.applied, found), original_tokens=original)
 
 
 class Measure(Protocol):
@@ -112,8 +125,13 @@ class Measure(Protocol):
 # -- what is asked for --------------------------------------------------------------------------------------------
 
 
-def as_edits(value: Any, name: str = "edits") -> Edits | None:
+def as_edits(value: Any, name: str = "edits", mode: str = "recompute") -> Edits | None:
     """Read a list of edits as the interface has them; None: it is empty.
+
+    Args:
+        value: the list.
+        name: of the argument, for messages.
+        mode: of edits that can have both and name none; see `kvcache_mode`.
 
     Raises:
         TypeError, ValueError: no such edits; an edit of unknown type, or twice; thoughts behind uses of tools.
@@ -133,6 +151,8 @@ def as_edits(value: Any, name: str = "edits") -> Edits | None:
         if unknown := [short(field)[1:-1] for field in each if field != "type" and field not in fields]:
             raise ValueError(f"{own}: expected the fields {', '.join(fields)}, got {unknown[0]}")
         found[key] = read({field: each[field] for field in fields if each.get(field) is not None}, own)
+    if mode == "mask" and "uses" in found and not found["uses"].inputs and not any(_MODE in each for each in given):
+        found["uses"] = found["uses"]._replace(mask=True)
     return Edits(**found) if found else None
 
 
@@ -149,10 +169,14 @@ def _tools_edit(given: Mapping[str, Any], name: str) -> ToolClearing:
         own["exclude"] = _names(given["exclude_tools"], f"{name}.exclude_tools")
     if (inputs := given.get("clear_tool_inputs")) is not None:
         own["inputs"] = inputs if isinstance(inputs, bool) else _names(inputs, f"{name}.clear_tool_inputs")
+    own["mask"] = _is_mask(given, name, ("recompute", "mask"))
+    if own["mask"] and own.get("inputs"):
+        raise ValueError(f"{name}.clear_tool_inputs: expected false beside {_MODE} mask, got {short(inputs)}")
     return ToolClearing(**own)
 
 
 def _thinking_edit(given: Mapping[str, Any], name: str) -> ThoughtClearing:
+    _is_mask(given, name, ("recompute",))
     keep = given.get("keep", {"type": "thinking_turns", "value": 1})
     if keep == "all" or (isinstance(keep, dict) and keep.get("type") == "all"):
         return ThoughtClearing(None)
@@ -161,9 +185,16 @@ def _thinking_edit(given: Mapping[str, Any], name: str) -> ThoughtClearing:
 
 # How an edit is read, by its type: its name in `Edits`, its fields, and the function that reads these.
 _READERS: dict[str, tuple[str, tuple[str, ...], Callable[[Mapping[str, Any], str], Any]]] = {
-    _THINKING: ("thoughts", ("keep",), _thinking_edit),
-    _TOOLS: ("uses", ("trigger", "keep", "clear_at_least", "exclude_tools", "clear_tool_inputs"), _tools_edit),
+    _THINKING: ("thoughts", ("keep", _MODE), _thinking_edit),
+    _TOOLS: ("uses", ("trigger", "keep", "clear_at_least", "exclude_tools", "clear_tool_inputs", _MODE), _tools_edit),
 }
+
+
+def _is_mask(given: Mapping[str, Any], name: str, modes: Sequence[str]) -> bool:
+    """Whether an edit is by masks."""
+    if (mode := given.get(_MODE, "recompute")) not in modes:
+        raise ValueError(f"{name}.{_MODE}: expected {' or '.join(modes)}, got {short(mode)}")
+    return bool(mode == "mask")
 
 
 def _amount(value: Any, name: str, kinds: Sequence[str], least: int = 0) -> tuple[str, int]:
@@ -200,14 +231,20 @@ def edited(messages: Messages, edits: Edits, measure: Measure) -> Edited:
             cleared = {"cleared_thinking_turns": turns, "cleared_input_tokens": max(0, original - tokens)}
             applied.append({"type": _THINKING, **cleared})
             found = kept
-    done = [] if edits.uses is None else clearings(found, edits.uses, measure)
+    done = [] if edits.uses is None else clearings(found, edits.uses, measure, each=edits.uses.mask)
+    if edits.uses is not None and edits.uses.mask:
+        return Edited(found, tuple(applied), original, tuple(done))
     if edits.uses is not None and (uses := [use for each in done for use in each.uses]):
         before, kept = measure.prompt(found), _without_uses(found, uses, edits.uses)
         original = before if original is None else original
-        tokens = max(0, before - measure.prompt(kept))
-        applied.append({"type": _TOOLS, "cleared_tool_uses": len(uses), "cleared_input_tokens": tokens})
+        applied.append(_told(len(uses), max(0, before - measure.prompt(kept))))
         found = kept
     return Edited(found, tuple(applied), original)
+
+
+def _told(uses: int, tokens: int) -> dict[str, Any]:
+    """What an edit of uses of tools has cleared."""
+    return {"type": _TOOLS, "cleared_tool_uses": uses, "cleared_input_tokens": tokens}
 
 
 def clearings(messages: Messages, edit: ToolClearing, measure: Measure, *, each: bool = False) -> list[Clearing]:
@@ -253,7 +290,7 @@ def _tokens(messages: Messages, uses: Sequence[ToolUse], edit: ToolClearing, mea
     if not edit.at_least:
         return 0
     tokens = sum(measure.text(text) for use in uses for text in _texts(messages, use, edit))
-    return tokens - len(uses) * measure.text(CLEARED)
+    return tokens if edit.mask else tokens - len(uses) * measure.text(CLEARED)
 
 
 def _texts(messages: Messages, use: ToolUse, edit: ToolClearing) -> Iterator[str]:

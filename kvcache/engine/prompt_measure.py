@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvcache.engine.history import Messages, are_texts
-from kvcache.engine.text_places import TextPlace, located
+from kvcache.engine.history import Messages
+from kvcache.engine.text_places import located, text_place
 from kvcache.sampling.text_tokens import encoded, encoded_with_ends
 
 __all__ = ["PromptMeasure"]
@@ -45,20 +45,11 @@ class PromptMeasure:
         if [*points] == [len(messages)]:
             return [self.prompt(messages)]
         text = self._write(messages)
-        ends = {point: place for point in {*points, len(messages)} if (place := _end(messages[point - 1], point - 1))}
-        found = located(self._write, text, messages, ends)
+        ends = {point: text_place(messages[point - 1], point - 1, -1) for point in {*points, len(messages)}}
+        found = located(self._write, text, messages, {point: end for point, end in ends.items() if end is not None})
         known = [*found]
         ids, counts = encoded_with_ends(self._tokenizer, text, self._name, [found[point] for point in known])
         tokens = dict(zip(known, counts, strict=True))
         behind = len(ids) - tokens.pop(len(messages), len(ids))
         tokens = {point: count + behind for point, count in tokens.items()} | {len(messages): len(ids)}
         return [tokens.get(point, 0) for point in points]
-
-
-def _end(message: dict[str, Any], number: int) -> TextPlace | None:
-    """The end of the text of a message; None: it has none."""
-    content = message.get("content")
-    if isinstance(content, list) and are_texts(content):
-        content = "".join(part["text"] for part in content)
-    length = len(content.rstrip()) if isinstance(content, str) else 0
-    return TextPlace(number, length - 1, True) if length else None

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from kvcache.engine.history import are_texts
 from kvcache.sampling.sentinels import Sentinels
 
-__all__ = ["TextPlace", "located"]
+__all__ = ["TextPlace", "located", "text_place"]
 
 
 class TextPlace(NamedTuple):
@@ -27,6 +28,18 @@ class TextPlace(NamedTuple):
     message: int
     character: int
     behind: bool
+
+
+def text_place(message: dict[str, Any], number: int, end: int) -> TextPlace | None:
+    """The beginning (`end` 0) or the end (-1) of the text of a message, without white space; None: it has no text."""
+    content = message.get("content")
+    if isinstance(content, list) and are_texts(content):
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str) or not content.strip():
+        return None
+    if end:
+        return TextPlace(number, len(content.rstrip()) - 1, True)
+    return TextPlace(number, len(content) - len(content.lstrip()), False)
 
 
 def located(
