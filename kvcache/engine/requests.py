@@ -157,7 +157,8 @@ class Requests:
         turn = self.turns.take(self.sequence.version)
         try:
             with self.lock:
-                request.cached_texts = self.sequence.clear(request.prefix, base_of(request.prefix) + len(request.tokens))
+                least = base_of(request.prefix) + len(request.tokens)
+                request.cached_texts = self.sequence.clear(request.prefix, least)
                 logits = self.prefill(request.tokens, self.sequence.num_tokens)
                 turn.leave(self.sequence.version)
             yield from self.decode(logits, request, turn)

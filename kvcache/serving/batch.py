@@ -48,6 +48,7 @@ from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
 from kvcache.texts.behind import Behind
 from kvcache.texts.forward import Forward
 from kvcache.texts.kv_settings import Options, Settings, with_options
+from kvcache.texts.seen_parts import SeenParts
 from kvcache.texts.settings import CacheSettings, Load
 from kvcache.texts.text import Tokens
 from kvcache.tiers.directory import DirectoryTier
@@ -252,7 +253,7 @@ class BatchEngine(NetworkEngine):
         if kept is not None or prefix is not None:
             features = self._settings.features | (set() if top is None else {"logprobs"})
             expect("keep", keep, features)
-            expect("prefix", prefix, features)
+            expect("prefix: of parts of cached texts" if isinstance(prefix, SeenParts) else "prefix", prefix, features)
         samples = [self._sample(prompt, namespace, shared, i, prefix, watch) for i in range(n)]
         if kept is not None:
             samples[0].keep = kept
@@ -310,7 +311,10 @@ class BatchEngine(NetworkEngine):
         self._steps.enqueue(pending, works, priority, deadline)
 
     def _expect_fits(self, work: Work) -> None:
-        if (needed := self._pool.blocks_for(work.num_tokens)) > (total_blocks := self._pool.total_blocks):
+        needed, total_blocks = self._pool.blocks_for(work.num_tokens), self._pool.total_blocks
+        if isinstance(work.prefix, SeenParts):  # one block more for each that may run beside it
+            needed += sum(self._pool.blocks_for(len(each.tokens)) + 1 for each in work.prefix.texts) + 1
+        if needed > total_blocks:
             raise OutOfMemoryError(needed, total_blocks)
 
     def generate_batch(

@@ -19,6 +19,7 @@ from kvcache.networks.protocols import Float32, NetworkConfig
 from kvcache.sampling.stop_strings import StopWatch
 from kvcache.sampling.text_stream import TextStream
 from kvcache.texts.behind import Behind
+from kvcache.texts.seen_parts import TextKey
 from kvcache.texts.text import Text, Tokens
 
 __all__ = ["Drawing", "FinishReason", "Reading", "Scoring", "Work"]
@@ -52,6 +53,7 @@ class Work(Text, ABC):
         followers: works that fork this one's sequence when its prompt has run.
         drafts: its draft tokens; None: it has none.
         keep: `(tokens, seconds)`: how many of its first tokens stay cached when they have run, and for how long.
+        cached_texts: of each cached text that it sees parts of the number of tokens that did not run.
         parked: `(tokens, work)`: works that wait until this one has run these tokens, which are theirs too.
     """
 
@@ -73,6 +75,7 @@ class Work(Text, ABC):
         self.followers: list[Work] = []
         self.drafts: TextDrafts | None = None
         self.keep: list[tuple[int, float]] = []
+        self.cached_texts: dict[TextKey, int] = {}
         self.parked: list[tuple[int, Work]] = []
 
     @property

@@ -1,4 +1,4 @@
-"""`Behind`: what a text stands behind, whose tokens are not among its own.
+"""`Behind`: the protocol of all that a text may stand behind; its tokens are not among the text's own.
 
 There are two of them: a `CompressedPrefix`, which has K and V of its own, and `SeenParts`, which names parts of cached
 texts. Cached blocks of a text behind something have a namespace of their own, which `space` gives.
@@ -7,16 +7,14 @@ texts. Cached blocks of a text behind something have a namespace of their own, w
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from kvcache.networks.protocols import Float32, Model
-    from kvcache.texts.seen_parts import SeenPart
+from kvcache.networks.protocols import Float32, Model
 
-__all__ = ["NO_PLACES", "Behind", "base_of", "is_behind", "name_of_space", "space_behind"]
+__all__ = ["NO_PLACES", "Behind", "Part", "base_of", "is_behind", "name_of_space", "space_behind"]
 
 Int64 = NDArray[np.int64]
 NO_PLACES: Int64 = np.empty(0, np.int64)
@@ -24,8 +22,29 @@ _BEHIND = "behind a compressed prefix"
 _SEEN = "behind seen parts"
 
 
+class Part(Protocol):
+    """A part of a cached text; see `SeenPart`."""
+
+    @property
+    def tokens(self) -> NDArray[np.uint32]: ...
+    @property
+    def behind(self) -> Behind | None: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def since(self) -> int: ...
+    @property
+    def indices(self) -> Int64: ...
+    @property
+    def key(self) -> tuple[bytes, bytes]: ...
+
+    def space(self, own: Hashable) -> Hashable:
+        """The namespace of the cached text, within that of the request."""
+        ...
+
+
 class Behind(Protocol):
-    """What a text stands behind; it never changes.
+    """The protocol of all that a text may stand behind; it never changes.
 
     Attributes:
         num_tokens: the position of the text's first token behind all of it.
@@ -38,7 +57,7 @@ class Behind(Protocol):
     @property
     def places(self) -> Int64: ...
     @property
-    def parts(self) -> Sequence[SeenPart]: ...
+    def parts(self) -> Sequence[Part]: ...
 
     def space(self, namespace: Hashable) -> Hashable:
         """The namespace of cached blocks of the texts behind it."""

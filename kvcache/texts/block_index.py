@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from kvcache.core.kvrows import KvRows
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.prefix_cache import PrefixCache
+from kvcache.texts.behind import Part
 from kvcache.texts.newest import NewestGroups
-from kvcache.texts.seen_parts import SeenPart
 from kvcache.texts.text import NO_TOKEN, Text, Tokens
 
 __all__ = ["BlockIndex", "CachedStart", "PartStart"]
@@ -92,7 +92,7 @@ class BlockIndex:
         blocks, found = np.array(session.shared_blocks, np.int64), session.num_tokens
         return self.start_of(tokens, min(stop, found), space, blocks)._replace(cached=found)
 
-    def hold_part(self, part: SeenPart, space: Any, held: ExitStack, again: bool) -> PartStart | None:
+    def hold_part(self, part: Part, space: Any, held: ExitStack, again: bool) -> PartStart | None:
         """Look the cached text of a part up, and hold it until `held` closes; None: it is not all cached.
 
         Args:

@@ -92,7 +92,8 @@ class CompressedPrefix:
         places, parts: see `Behind`; none.
     """
 
-    places, parts = NO_PLACES, ()
+    places: Int64 = NO_PLACES
+    parts: tuple[()] = ()
 
     def __init__(self, model: Model, tokens: Tokens, kept: Kept, whole_bytes: int, storing: Storing) -> None:
         self.tokens, self.whole_nbytes, self._model, self._storing = tokens, whole_bytes, model, storing

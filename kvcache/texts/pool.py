@@ -25,6 +25,8 @@ from kvcache.networks.protocols import Attend, Float32, IndexRows
 from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.texts.block_index import CachedStart, PartStart
 from kvcache.texts.kinds.base import Layers, Lens
+from kvcache.texts.kinds.part_sequences import MISSING
+from kvcache.texts.kinds.whole import WholeLayers
 from kvcache.texts.shared_prefixes import Arrived, SharedPrefixes
 from kvcache.texts.text import Text
 
@@ -53,7 +55,7 @@ class Pool:
     def __init__(self, groups: Sequence[Layers], block_size: int, chunk: int = 0) -> None:
         self.groups, self.block_size, self.chunk = tuple(groups), block_size, chunk
         (self.counted,) = (group for group in groups if group.is_counted)
-        self.block_index = self.counted.index
+        self.block_index, self._counted = self.counted.index, self.groups.index(self.counted)
         self._with_pages = [(i, group) for i, group in enumerate(self.groups) if group.reason]
         self.with_pages = tuple(group for _, group in self._with_pages)
         self.shared = SharedPrefixes(self.groups, self.block_index, block_size)
@@ -274,6 +276,18 @@ class Pool:
         if self.block_index is not None:
             self.block_index.keep(text, stop, ends and self.keeps_states)
         self.keep_pages(text, stop, ends and self.keeps_states)
+
+    def lacking(self, text: Text) -> list[int]:
+        """The numbers of the parts that a text with a sequence is to see and has not."""
+        if text.prefix is None or not text.prefix.parts:
+            return []
+        return [number for number, seq_id in enumerate(text.places[self._counted]) if seq_id == MISSING]
+
+    def give(self, text: Text, number: int, other: Text) -> None:
+        """Give a text the part of this number, whose cached text `other` has run."""
+        assert isinstance(self.counted, WholeLayers), "parts are seen by layers that keep all tokens"
+        assert text.prefix is not None, "it sees parts"
+        self.counted.give_part(text, self._counted, number, text.prefix.parts[number], other.seq_id)
 
     def keep_whole(self, text: Text) -> None:
         """Cache all that a text has computed, the block in which it ends too, for others that see parts of it."""

@@ -1,4 +1,4 @@
-"""`SeenParts`: what a text sees of cached texts before it, part by part, as a value.
+"""`SeenParts`: the parts of cached texts that a text sees before it, as a value.
 
     cached text 0    [head                       ]                     seen: all                   offset 0
     cached text 1    [head                       ][document A    ]     seen: what follows the head   offset 0
@@ -36,7 +36,7 @@ TextKey = tuple[bytes, bytes]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeenPart:
-    """What is seen of one cached text.
+    """A part of one cached text, which another text sees.
 
     Attributes:
         tokens: of the cached text, all.
@@ -99,7 +99,7 @@ class SeenPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeenParts:
-    """What a text sees before it; see above. Values of equal `name` are the same.
+    """The parts that a text sees before it; see above. Values of equal `name` are the same.
 
     Attributes:
         parts: in the order of the request, which is that of merging.
@@ -139,7 +139,7 @@ class SeenParts:
 
     @classmethod
     def of_segments(cls, head: Tokens, documents: Sequence[Tokens], link: int = 0) -> tuple[SeenParts, Tokens]:
-        """What the text behind a head and documents sees, each document having seen the head and itself alone.
+        """Make the value of a text behind a head and documents, each of which has seen the head and itself alone.
 
         Args:
             head, documents: token ids `(n,)`; an empty document is left out.
@@ -167,7 +167,7 @@ class SeenParts:
     def of_edit(
         cls, tokens: Tokens, spans: Iterable[tuple[int, int]], before: SeenParts | None = None
     ) -> SeenParts:
-        """What a text sees after an edit: all before it but some spans. K, V and positions of what stays are kept.
+        """Make the value of a text behind an edit: it sees all before it but some spans, at the positions they had.
 
         Args:
             tokens: those of the text so far: since the edit before, where there is one.

@@ -17,13 +17,13 @@ from kvcache.paged.cache import PagedKvCache
 from kvcache.paged.merging import merge_attention
 from kvcache.paged.queried import QueriedSequences
 from kvcache.prefix.prefix_cache import PrefixCache
-from kvcache.texts.behind import Behind
+from kvcache.texts.behind import Behind, Part
 from kvcache.texts.block_index import BlockIndex, CachedStart, PartStart
 from kvcache.texts.cache_arguments import CacheArguments
 from kvcache.texts.kinds.base import Ids, LayerCall, LayerKind, Layers, Lens, calls_of
 from kvcache.texts.kinds.part_sequences import MISSING, PartQueries, PartSequences
 from kvcache.texts.newest import NewestGroups
-from kvcache.texts.seen_parts import SeenPart, SeenParts
+from kvcache.texts.seen_parts import SeenParts
 from kvcache.texts.text import Text
 
 __all__ = ["WHOLE", "WholeLayers"]
@@ -123,12 +123,12 @@ class WholeLayers(Layers):
         self.held.difference_update(seq_ids)
         self._seen.free(seq_ids)
 
-    def start_of(self, seq_id: int, part: SeenPart) -> PartStart:
+    def start_of(self, seq_id: int, part: Part) -> PartStart:
         """A part whose cached text has this sequence."""
         blocks = self.cache.block_table(np.array([seq_id], np.uint64)).block_ids.astype(np.int64)
         return PartStart(blocks, len(part.tokens), part.indices)
 
-    def take(self, text: Text, index: int, number: int, part: SeenPart, seq_id: int) -> None:
+    def give_part(self, text: Text, index: int, number: int, part: Part, seq_id: int) -> None:
         """Give a text the part of this number, whose cached text has this sequence; `MISSING` until then."""
         place = text.places[index]
         (found,) = self._seen.adopt([self.start_of(seq_id, part)])
