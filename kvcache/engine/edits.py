@@ -151,7 +151,8 @@ def as_edits(value: Any, name: str = "edits", mode: str = "recompute") -> Edits 
         if unknown := [short(field)[1:-1] for field in each if field != "type" and field not in fields]:
             raise ValueError(f"{own}: expected the fields {', '.join(fields)}, got {unknown[0]}")
         found[key] = read({field: each[field] for field in fields if each.get(field) is not None}, own)
-    if mode == "mask" and "uses" in found and not found["uses"].inputs and not any(_MODE in each for each in given):
+    names = any(each.get(_MODE) is not None for each in given if each["type"] == _TOOLS)
+    if mode == "mask" and "uses" in found and not found["uses"].inputs and not names:
         found["uses"] = found["uses"]._replace(mask=True)
     return Edits(**found) if found else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -242,6 +242,9 @@ class InferenceEngine(NetworkEngine):
     def _checkpoint(self) -> CheckpointText | GgufText | None:
         return self.requests.text
 
+    def _limits(self) -> tuple[Collection[str], int | None]:
+        return self._settings.features, self.requests.max_positions
+
     def vectors(self) -> Vectors:
         """See `ChatEngine`."""
         expect("embed", self.eviction_policy, self._settings.features)
@@ -326,10 +329,9 @@ class InferenceEngine(NetworkEngine):
 
         Arguments and errors are those of `apply_chat_template` and `complete`; they are checked now.
         """
-        edited = self.edit(messages, edits, tools=tools, template=template)
-        prompt, _ = self.requests.chat_prompt(edited.messages, tools, template)
-        request = self._request(prompt, params, sampling, with_text=True)
-        return Answer(request, self.requests.stream(request, whole=False), edited.applied)
+        found = self.chat_prompt(messages, edits, tools=tools, template=template)
+        request = self._request(found.tokens, params, sampling, with_text=True, prefix=found.prefix)
+        return Answer(request, self.requests.stream(request, whole=False), found.applied_edits)
 
     def score(self, tokens: Any, *, prefix: Behind | None = None) -> Float32:
         """Log-probability of each token after the first, given the tokens before it: float32 `(len(tokens) - 1,)`.

@@ -52,6 +52,7 @@ class Exclusion(NamedTuple):
 
 
 _UNLIKE = ("window", "state", "silent", "index", "latent", "shared", "sizes", "positions", "both ways")
+_WHOLE_ALONE = ("eviction", "sparse", "residual", "window", "state", "index", "shared", "both ways")
 _CHOOSES = "a policy chooses among the tokens of layers that are alike, at positions that stay"
 _ENDS = "the text of a grammar ends where nothing may follow"
 EXCLUSIONS = {row.setting: row for row in (
@@ -64,9 +65,9 @@ EXCLUSIONS = {row.setting: row for row in (
     ),
     Exclusion("generate", "none", ("both ways",), "the rows of a text depend on its last token: embed runs it whole"),
     Exclusion("prefix", "None", ("eviction", "sparse", "logprobs"), "its heads have tokens of their own, which stay"),
+    Exclusion("kvcache_mode", "recompute", _WHOLE_ALONE, "tokens behind an edit see parts of the text before it"),
     Exclusion(
-        "prefix: of parts of cached texts", "None",
-        ("eviction", "sparse", "residual", "window", "state", "index", "shared", "both ways", "logprobs"),
+        "prefix: of parts of cached texts", "None", (*_WHOLE_ALONE, "logprobs"),
         "its tokens are read at other places than they were computed at, all of them, as they are stored",
     ),
     Exclusion("embed", "none", ("eviction",), "a vector is of all tokens of its text"),
