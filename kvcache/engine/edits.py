@@ -35,7 +35,8 @@ class ToolClearing(NamedTuple):
         at_least: the tokens that a clearing removes at least; else it is not done.
         exclude: names of tools whose uses stay.
         inputs: whether arguments of calls leave too; or names of the tools of which they do.
-        mask: whether results stay in the text and are not seen any more; see `edit_masks`.
+        mask: whether results stay in the text and are not seen any more, see `edit_masks`; None: nothing is said, so
+            they do not.
     """
 
     trigger: int = 100_000
@@ -44,7 +45,7 @@ class ToolClearing(NamedTuple):
     at_least: int = 0
     exclude: frozenset[str] = frozenset()
     inputs: bool | frozenset[str] = False
-    mask: bool = False
+    mask: bool | None = None
 
     def clears_input(self, name: str) -> bool:
         """Whether the arguments of a cleared call of this tool leave too."""
@@ -62,6 +63,13 @@ class Edits(NamedTuple):
 
     thoughts: ThoughtClearing | None = None
     uses: ToolClearing | None = None
+
+    def by_masks(self) -> Edits:
+        """The edits, those by masks that can be and say nothing of it."""
+        uses = self.uses
+        return self if uses is None or uses.inputs or uses.mask is not None else Edits(
+            self.thoughts, uses._replace(mask=True)
+        )
 
 
 class ToolUse(NamedTuple):
@@ -125,13 +133,8 @@ class Measure(Protocol):
 # -- what is asked for --------------------------------------------------------------------------------------------
 
 
-def as_edits(value: Any, name: str = "edits", mode: str = "recompute") -> Edits | None:
+def as_edits(value: Any, name: str = "edits") -> Edits | None:
     """Read a list of edits as the interface has them; None: it is empty.
-
-    Args:
-        value: the list.
-        name: of the argument, for messages.
-        mode: of edits that can have both and name none; see `kvcache_mode`.
 
     Raises:
         TypeError, ValueError: no such edits; an edit of unknown type, or twice; thoughts behind uses of tools.
@@ -151,9 +154,6 @@ def as_edits(value: Any, name: str = "edits", mode: str = "recompute") -> Edits 
         if unknown := [short(field)[1:-1] for field in each if field != "type" and field not in fields]:
             raise ValueError(f"{own}: expected the fields {', '.join(fields)}, got {unknown[0]}")
         found[key] = read({field: each[field] for field in fields if each.get(field) is not None}, own)
-    names = any(each.get(_MODE) is not None for each in given if each["type"] == _TOOLS)
-    if mode == "mask" and "uses" in found and not found["uses"].inputs and not names:
-        found["uses"] = found["uses"]._replace(mask=True)
     return Edits(**found) if found else None
 
 
@@ -170,7 +170,7 @@ def _tools_edit(given: Mapping[str, Any], name: str) -> ToolClearing:
         own["exclude"] = _names(given["exclude_tools"], f"{name}.exclude_tools")
     if (inputs := given.get("clear_tool_inputs")) is not None:
         own["inputs"] = inputs if isinstance(inputs, bool) else _names(inputs, f"{name}.clear_tool_inputs")
-    own["mask"] = _is_mask(given, name, ("recompute", "mask"))
+    own["mask"] = _is_mask(given, name, ("recompute", "mask")) if _MODE in given else None
     if own["mask"] and own.get("inputs"):
         raise ValueError(f"{name}.clear_tool_inputs: expected false beside {_MODE} mask, got {short(inputs)}")
     return ToolClearing(**own)
@@ -232,7 +232,7 @@ def edited(messages: Messages, edits: Edits, measure: Measure) -> Edited:
             cleared = {"cleared_thinking_turns": turns, "cleared_input_tokens": max(0, original - tokens)}
             applied.append({"type": _THINKING, **cleared})
             found = kept
-    done = [] if edits.uses is None else clearings(found, edits.uses, measure, each=edits.uses.mask)
+    done = [] if edits.uses is None else clearings(found, edits.uses, measure, each=bool(edits.uses.mask))
     if edits.uses is not None and edits.uses.mask:
         return Edited(found, tuple(applied), original, tuple(done))
     if edits.uses is not None and (uses := [use for each in done for use in each.uses]):

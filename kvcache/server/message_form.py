@@ -160,15 +160,15 @@ class MessageForm(Form):
         if self._comparison is None:
             return {}
         block = self._engine.shared_block_size
-        return {"diagnostics": self._comparison.reason(choice.work.cached_tokens, block) if block else None}
+        return {"diagnostics": self._comparison.reason(choice.work.reused_tokens, block) if block else None}
 
     def _usage(self, choice: Choice) -> dict[str, Any]:
         """The numbers of tokens; those of the prompt that were cached, and those that are now, count apart."""
         work = choice.work
         written = written_tokens(self._engine, work)
         return {
-            "input_tokens": work.num_prompt - work.cached_tokens - written,
-            "cache_read_input_tokens": work.cached_tokens, "cache_creation_input_tokens": written,
+            "input_tokens": work.whole_prompt - work.reused_tokens - written,
+            "cache_read_input_tokens": work.reused_tokens, "cache_creation_input_tokens": written,
             "output_tokens": work.num_new,
         }
 

@@ -78,9 +78,11 @@ class ServedModel:
         pooling: how its vectors are made, "last" or "mean", where its checkpoint does not say it.
         reranker: whether it judges documents, where neither its checkpoint nor its name says so.
         max_vectors: the most bytes of the vectors of a body.
+        edit_masks: whether `context_management` clears results of tools by masks where a body says nothing of it.
 
     Raises:
-        TypeError, ValueError: no such pooling, or another one than the checkpoint's; no number of bytes.
+        TypeError, ValueError: no such pooling, or another one than the checkpoint's; no number of bytes; a network
+            without masks.
 
     Attributes:
         engine: see above.
@@ -92,11 +94,13 @@ class ServedModel:
     def __init__(
         self, engine: BatchEngine, name: str, *, aliases: Sequence[str] = (), plain_special_tokens: bool = False,
         tool_parser: str | None = None, pooling: str | None = None, reranker: bool = False,
-        max_vectors: int = MAX_VECTORS,
+        max_vectors: int = MAX_VECTORS, edit_masks: bool = False,
     ) -> None:
         self.engine, self.names = engine, tuple(dict.fromkeys((name, *aliases)))
         self.trials = Trials()
-        self._prompts = Prompts(engine, plain_special_tokens)
+        if as_instance(edit_masks, bool, "edit_masks"):
+            engine.expect_masks()
+        self._prompts = Prompts(engine, plain_special_tokens, edit_masks)
         self._voices = Voices(engine.tokenizer, engine.chat_template, tool_parser)
         self._texts, self._fingerprints = TokenTexts(engine.tokenizer), Fingerprints()
         self._declared = pooling, as_instance(reranker, bool, "reranker")
@@ -219,8 +223,9 @@ class ServedModel:
                 later = asked.priority + number * asked.n  # a body of many texts waits rather than one of a single text
                 watch = None if asked.conversation is None else readers[number]
                 answer.requests.append(engine.submit(
-                    prompt.tokens, asked.params, namespace=space, deadline=timeout, n=asked.n, priority=later,
-                    keep=prompt.kept, parts_at=prompt.parts, prompt_logprobs=scores, watch=watch,
+                    prompt.own, asked.params, namespace=space, deadline=timeout, n=asked.n, priority=later,
+                    keep=prompt.kept, parts_at=prompt.parts, prefix=prompt.behind, prompt_logprobs=scores,
+                    watch=watch,
                 ))
         except BaseException as error:
             answer.cancel()
@@ -248,7 +253,7 @@ class ServedModel:
         asked = asked_of_message(checked(found, COUNTED, ("model", "messages")), self.engine.sampling_params)
         prompt = self._prompts.of(asked, runs=False)[0]
         managed = {} if prompt.applied is None else {"context_management": {"original_input_tokens": prompt.original}}
-        return JSONResponse({"input_tokens": len(prompt.tokens), **managed})
+        return JSONResponse({"input_tokens": len(prompt.tokens) - prompt.masked, **managed})
 
     def render(self, found: dict[str, Any], space: Hashable, *, chat: bool) -> ASGIApp:
         """The token ids of the prompts of a body, as routers ask for them."""

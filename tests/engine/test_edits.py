@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from chat_folders import chat_folder
+from tool_talks import TEMPLATE, TOOLS, at, call, result, said, tools, uses
 
 from kvcache import InferenceEngine, PrefixCachedEngine, SamplingParams
 from kvcache.engine.chat import render
@@ -13,7 +14,7 @@ from kvcache.engine.prompt_measure import PromptMeasure
 
 pytestmark = pytest.mark.one_build
 
-TOOLS, THINKING = "clear_tool_uses_20250919", "clear_thinking_20251015"
+THINKING = "clear_thinking_20251015"
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.1, max_tokens=12)
 
 
@@ -39,27 +40,6 @@ class Words:
         return " ".join(each for each in said if isinstance(each, str)).split()
 
 
-def call(id, name="find", arguments='{"at": "here now"}'):
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def said(content, *calls, **more):
-    return {"role": "assistant", "content": content, **more} | ({"tool_calls": [*calls]} if calls else {})
-
-
-def result(id, words=20):
-    return {"role": "tool", "tool_call_id": id, "content": f"{id} " + "w " * (words - 1)}
-
-
-def uses(names, words=20, thoughts=False):
-    """A conversation in which tools are used, one by one; a use has a letter of `names` for its tool."""
-    found = [{"role": "user", "content": "go"}]
-    for number, name in enumerate(names):
-        more = {"reasoning_content": f"hm {number}"} if thoughts else {}
-        found += [said(f"step {number}", call(f"c{number}", name), **more), result(f"c{number}", words)]
-    return found
-
-
 def after(messages, *edits):
     """The conversation after its edits; what they say has to be true."""
     measure = Words()
@@ -76,14 +56,6 @@ def after(messages, *edits):
 def cleared(messages):
     results = [each["content"] for each in messages if each["role"] == "tool"]
     return [number for number, content in enumerate(results) if content == CLEARED]
-
-
-def tools(**fields):
-    return {"type": TOOLS, **fields}
-
-
-def at(kind, value):
-    return {"type": kind, "value": value}
 
 
 ALL = at("tool_uses", 0)  # a trigger that each use exceeds
@@ -221,7 +193,10 @@ REFUSED = [
     ([tools(clear_tool_inputs="a")], r"edits\[0\]\.clear_tool_inputs: expected a list, got str"),
     ([{"type": THINKING, "keep": at("thinking_turns", 0)}], r"edits\[0\]\.keep\.value: expected an int >= 1"),
     ([{"type": THINKING, "keep": at("tool_uses", 1)}], r"edits\[0\]\.keep\.type: expected thinking_turns"),
-    ([{"type": THINKING, "trigger": ALL}], r"edits\[0\]: expected the fields keep, got trigger"),
+    ([tools(kvcache_mode="mark")], r"edits\[0\]\.kvcache_mode: expected recompute or mask, got 'mark'"),
+    ([tools(kvcache_mode="mask", clear_tool_inputs=True)], r"edits\[0\]\.clear_tool_inputs: expected false beside"),
+    ([{"type": THINKING, "kvcache_mode": "mask"}], r"edits\[0\]\.kvcache_mode: expected recompute, got 'mask'"),
+    ([{"type": THINKING, "trigger": ALL}], r"edits\[0\]: expected the fields keep, kvcache_mode, got trigger"),
 ]
 
 
@@ -233,13 +208,6 @@ def test_what_is_no_edit_is_refused_by_name():
 
 
 # -- prompts ------------------------------------------------------------------------------------------------------
-
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {% if m.reasoning_content %}<{{ m.reasoning_content }}>{% endif %}"
-    "{{ m.content | trim }}{% for c in m.tool_calls or [] %}[{{ c.function | tojson }}]{% endfor %}{{ eos_token }}\n"
-    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
-)
-
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
