@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from time import perf_counter
 from typing import Any
 
 from kvcache.engine.adapters import Adapters
-from kvcache.engine.chat import Answer, ChatEngine
+from kvcache.engine.chat import Answer, ChatEngine, ChatPrompt
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.documents import LINK, NO_DOCUMENTS, Documents, SegmentUse
 from kvcache.engine.held_texts import HeldTexts
 from kvcache.engine.inference import InferenceEngine
+from kvcache.engine.partings import prompt_with_partings
 from kvcache.engine.text_rows import TextRows
 from kvcache.engine.turns import Turn
 from kvcache.engine.vectors import Vectors
@@ -261,6 +262,9 @@ class PrefixCachedEngine(ChatEngine):
     def _checkpoint(self) -> CheckpointText | GgufText | None:
         return self._requests.text
 
+    def _limits(self) -> tuple[Collection[str], int | None]:
+        return self._sequence.settings.features, self._requests.max_positions
+
     def vectors(self) -> Vectors:
         """See `ChatEngine`."""
         return self.inner.vectors()
@@ -286,7 +290,8 @@ class PrefixCachedEngine(ChatEngine):
 
     def chat(
         self, messages: Any, params: SamplingParams | None = None, *, tools: Any = None, template: Any = None,
-        namespace: Hashable = None, progress: Progress | None = None, adapter: str | None = None, **sampling: Any,
+        edits: Any = None, namespace: Hashable = None, progress: Progress | None = None, adapter: str | None = None,
+        **sampling: Any,
     ) -> Answer:
         """Do what `InferenceEngine.chat` does, with the prefix cache: only what is new in the conversation runs.
 
@@ -296,10 +301,18 @@ class PrefixCachedEngine(ChatEngine):
             progress: called after each piece of the prompt with its tokens that are cached or have run, and with all.
                 What it raises ends the answer.
         """
-        prompt, parts = self._requests.chat_prompt(messages, tools, template, parts=self._pool.keeps_states)
-        request = self._checked(prompt, params, sampling, namespace, adapter=adapter, with_text=True)
+        edited, parts = self.edit(messages, edits, tools=tools, template=template), tuple[int, ...]()
+        if self._pool.keeps_states:
+            most = self._requests.max_positions
+            ids, parts = prompt_with_partings(self._checkpoint(), edited.messages, tools, template, most)
+            found = ChatPrompt(ids, None, edited.applied, edited.original_tokens or len(ids), edited.messages)
+        else:
+            found = self._prompt_of(edited, tools, template)
+        request = self._checked(
+            found.tokens, params, sampling, namespace, found.prefix, adapter=adapter, with_text=True
+        )
         request.progress, request.parts_at = progress, parts
-        return Answer(request, self._stream_in_turn(request, namespace, whole=False))
+        return Answer(request, self._stream_in_turn(request, namespace, whole=False), found.applied_edits)
 
     def _checked(
         self, prompt: Any, params: SamplingParams | None, sampling: dict[str, Any], namespace: Hashable,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -247,6 +247,9 @@ class InferenceEngine(NetworkEngine):
     def _checkpoint(self) -> CheckpointText | GgufText | None:
         return self.requests.text
 
+    def _limits(self) -> tuple[Collection[str], int | None]:
+        return self._settings.features, self.requests.max_positions
+
     def vectors(self) -> Vectors:
         """See `ChatEngine`."""
         expect("embed", self.eviction_policy, self._settings.features)
@@ -341,15 +344,17 @@ class InferenceEngine(NetworkEngine):
 
     def chat(
         self, messages: Any, params: SamplingParams | None = None, *, tools: Any = None, template: Any = None,
-        adapter: str | None = None, **sampling: Any,
+        edits: Any = None, adapter: str | None = None, **sampling: Any,
     ) -> Answer:
         """Answer a conversation: an iterator of pieces of text, which `stream` computes token by token.
 
         Arguments and errors are those of `apply_chat_template` and `complete`; they are checked now.
         """
-        prompt, _ = self.requests.chat_prompt(messages, tools, template)
-        request = self._request(prompt, params, sampling, with_text=True, adapter=adapter)
-        return Answer(request, self.requests.stream(request, whole=False))
+        found = self.chat_prompt(messages, edits, tools=tools, template=template)
+        request = self._request(
+            found.tokens, params, sampling, adapter=adapter, with_text=True, prefix=found.prefix
+        )
+        return Answer(request, self.requests.stream(request, whole=False), found.applied_edits)
 
     def score(self, tokens: Any, *, prefix: Behind | None = None, adapter: str | None = None) -> Float32:
         """Log-probability of each token after the first, given the tokens before it: float32 `(len(tokens) - 1,)`.

@@ -14,13 +14,11 @@ from numpy.typing import NDArray
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.drafts.drafter import Drafter
 from kvcache.drafts.sources import DraftSources
-from kvcache.engine.chat import chat_tokens, render
 from kvcache.engine.completion import Request, as_prompt
 from kvcache.engine.current import CurrentText
 from kvcache.engine.documents import Placed
 from kvcache.engine.drawn_tokens import DrawnTokens
 from kvcache.engine.new_requests import NewRequests
-from kvcache.engine.partings import prompt_with_partings
 from kvcache.engine.text_rows import TextRows, common_tokens
 from kvcache.engine.turns import CallInTurn, Turn, Turns
 from kvcache.errors import InvalidOperationError
@@ -122,18 +120,6 @@ class Requests:
         if shared.decoder is not None:
             request.text = TextStream(shared.decoder, tokens, shared.stop_strings)
         return request
-
-    def chat_prompt(
-        self, messages: Any, tools: Any, template: Any, *, parts: bool = False
-    ) -> tuple[list[int], tuple[int, ...]]:
-        """The token ids of a conversation, behind which the answer begins; errors as of `InferenceEngine.chat`.
-
-        Args:
-            parts: whether to find after how many of them later ones are expected to differ, the second result.
-        """
-        if parts:
-            return prompt_with_partings(self.text, messages, tools, template, self.max_positions)
-        return chat_tokens(self.text, render(self.text, messages, tools, template=template), self.max_positions), ()
 
     def enlarge(self, blocks: int, cached: int | None = None) -> None:
         """Begin an empty text in a pool of `blocks` more; prefixes have at most `cached` of all, None: none."""

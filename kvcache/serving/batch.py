@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -475,6 +475,9 @@ class BatchEngine(NetworkEngine):
 
     def _checkpoint(self) -> CheckpointText | GgufText | None:
         return self._text
+
+    def _limits(self) -> tuple[Collection[str], int | None]:
+        return self._settings.features, self.max_positions
 
     def vectors(self) -> Vectors:
         """See `ChatEngine`."""

@@ -84,6 +84,18 @@ class Work(Text, ABC):
         self.parked: list[tuple[int, Work]] = []
 
     @property
+    def whole_prompt(self) -> int:
+        """Tokens of the prompt with those that it stands behind."""
+        return self.base + self.num_prompt
+
+    @property
+    def reused_tokens(self) -> int:
+        """Tokens of `whole_prompt` that did not run for this request."""
+        parts = () if self.prefix is None else self.prefix.parts
+        ran = sum(len(part.tokens) - self.cached_texts.get(part.key, 0) for part in parts)
+        return self.cached_tokens + max(0, self.base - ran)
+
+    @property
     def itself(self) -> Text:
         """See `Drafted`."""
         return self

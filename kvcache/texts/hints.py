@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from kvcache.support.arguments import as_count, as_finite, short
 from kvcache.texts.arrivals import Arrivals
-from kvcache.texts.compressed_prefix import CompressedPrefix
+from kvcache.texts.behind import Behind
 from kvcache.texts.forward import Forward
 from kvcache.texts.pool import Pool
 from kvcache.texts.text import Text, Tokens
@@ -87,7 +87,7 @@ class Hint(NamedTuple):
     @classmethod
     def of(
         cls, forward: Forward, action: Any, prompts: Sequence[Tokens], namespace: Hashable = None,
-        prefix: CompressedPrefix | None = None, ttl: Any = None, resume_in: Any = None, after: Any = None,
+        prefix: Behind | None = None, ttl: Any = None, resume_in: Any = None, after: Any = None,
     ) -> Hint:
         """Check the arguments of a hint.
 
