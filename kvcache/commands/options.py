@@ -216,9 +216,11 @@ def check_output(path: str, name: str) -> None:
     """
     if "\0" in path:
         raise ValueError(f"{name}: expected the name of a file, got {path!r}")
-    given = Path(path)
+    given, is_new = Path(path), False
     try:
-        is_new = not given.exists()
+        os.stat(path)  # `Path.exists` of Python 3.14 hides errors of names that no file can have
+    except (FileNotFoundError, NotADirectoryError):
+        is_new = True
     except OSError as error:
         raise ValueError(f"{name}: expected a file in a folder that exists, got {path}: {error.strerror}") from None
     folder = Path(os.path.realpath(path)).parent
