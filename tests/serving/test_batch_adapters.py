@@ -168,15 +168,15 @@ def test_prefixes_are_shared_by_the_numbers_of_an_adapter(network, tmp_path):
     later.load(tmp_path / "cache")
     found = {}
     for name in ("a", "b", None):
-        later.submit(prompt, GREEDY, adapter=name, namespace=name).result()
+        later.submit(prompt, GREEDY, adapter=name, namespace=f"of {name}").result()
         request = later.submit(prompt, GREEDY, adapter=name)
         request.result()
         found[name] = request.metrics.cached_tokens
     assert found == {"a": 0, "b": 47, None: 0}
     counts = later.namespace_stats()
-    assert {*counts} == {None, "a", "b"}
+    assert {*counts} == {None, "of a", "of b", "of None"}
     assert not any(is_adapted(name) for name in counts)
-    assert counts["a"].cached_tokens == 48
+    assert counts["of a"].cached_tokens == 48
     with pytest.raises(ValueError, match="namespace: expected none that a prefix or an adapter names"):
         later.submit(prompt, namespace=("with an adapter", adapters["a"].digest, None))
 
