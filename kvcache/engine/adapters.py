@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from os import PathLike
+from threading import Lock
 from typing import Any
 from weakref import WeakSet
 
 from kvcache.networks.adapter import Adapter
+from kvcache.networks.adapter_files import read_adapter
+from kvcache.networks.config import ModelConfig
 from kvcache.networks.protocols import Model
 from kvcache.support.arguments import as_instance, short
 from kvcache.texts.text_adapter import LoadedAdapter
@@ -24,32 +28,38 @@ class Adapters(Mapping[str, Adapter]):
     def __init__(self, model: Model) -> None:
         self._model = model
         self._loaded: dict[str, LoadedAdapter] = {}  # is replaced, never changed
+        self._changes = Lock()
         self._known: WeakSet[LoadedAdapter] = WeakSet()  # those too that a later one of the name has replaced
 
-    def load(self, name: str, adapter: Adapter) -> Adapter:
-        """Take an adapter under a name; texts that run with another one of that name go on with it.
+    def load(self, name: str, adapter: Adapter | str | PathLike[str]) -> Adapter:
+        """Take an adapter, or read one, under a name; texts that run with another one of that name go on with it.
 
         Raises:
             TypeError: another kind, or a network that takes none.
             ValueError: an adapter of another network; no name.
+            FileNotFoundError, CheckpointError: as `read_adapter`.
         """
         if not as_instance(name, str, "name"):
             raise ValueError("name: expected one of an adapter, got an empty text")
         prepare = getattr(self._model, "prepare_adapter", None)
         if prepare is None:
             raise TypeError(f"adapters: expected a network with prepare_adapter, got {type(self._model).__name__}")
+        if isinstance(adapter, (str, PathLike)):
+            adapter = read_adapter(adapter, as_instance(self._model.config, ModelConfig, "adapters"), name)
         loaded = LoadedAdapter(name, as_instance(adapter, Adapter, "adapter"), prepare(adapter))
-        self._known.add(loaded)
-        self._loaded = self._loaded | {name: loaded}
+        with self._changes:
+            self._known.add(loaded)
+            self._loaded = self._loaded | {name: loaded}
         return adapter
 
     def unload(self, name: str) -> None:
         """Give an adapter up: no text runs with one of this name any more. ValueError: there is none."""
-        self.find(name)
-        self._loaded = {each: loaded for each, loaded in self._loaded.items() if each != name}
-        for loaded in list(self._known):
-            if loaded.name == name:
-                loaded.is_loaded = False
+        with self._changes:
+            self.find(name)
+            self._loaded = {each: loaded for each, loaded in self._loaded.items() if each != name}
+            for loaded in list(self._known):
+                if loaded.name == name:
+                    loaded.is_loaded = False
 
     def find(self, name: str | None) -> LoadedAdapter | None:
         """The adapter of a name; None has none. ValueError: there is no such adapter."""

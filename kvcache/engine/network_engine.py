@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,8 +105,8 @@ class NetworkEngine(ChatEngine):
         engine._set_text(opened.text)
         return engine
 
-    def load_adapter(self, name: str, adapter: Adapter) -> Adapter:
-        """Take an adapter, which requests then name as `adapter=`; returns it.
+    def load_adapter(self, name: str, adapter: Adapter | str | PathLike[str]) -> Adapter:
+        """Take an adapter, or the path of one that `read_adapter` reads, which requests name then; returns it.
 
         Under a name that there is already it takes the place of the old one; requests that run go on with that. Cached
         prefixes are named by the numbers of an adapter, so that no other one has use of them, whatever its name is.
@@ -113,6 +114,7 @@ class NetworkEngine(ChatEngine):
         Raises:
             TypeError: another kind, or a network that takes no adapters.
             ValueError: an adapter of another network: of layers or projections that are not there, or of other sizes.
+            FileNotFoundError, CheckpointError: as `read_adapter`.
         """
         return self.adapters.load(name, adapter)
 
