@@ -49,11 +49,13 @@ def read_gguf_adapter(path: str | PathLike[str], config: ModelConfig, name: str 
         matrices = dict(_Reader(file, config).matrices())
         if file_version(path) != version:
             raise CheckpointError(f"{path}: expected a file that stays as it is while it is read, got a changed one")
-        return Adapter(matrices, _tokens(file, config), name or Path(path).stem)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: {error}") from None
+        tokens = _tokens(file, config)
     finally:
         file.close()
+    try:
+        return Adapter(matrices, tokens, name or Path(path).stem)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}") from None
 
 
 def open_adapter(path: str | PathLike[str]) -> GgufFile:
