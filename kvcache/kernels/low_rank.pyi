@@ -8,13 +8,11 @@ from kvcache.kernels.matrix import Matrix
 
 Float32 = npt.NDArray[np.float32]
 
-class LowRankPair:
+class LowRankProduct:
     a: Matrix
-    b: Matrix
-    scale: float
-    column: int
-    def __init__(self, a: Matrix, b: Matrix, scale: float, column: int = 0) -> None: ...
+    parts: tuple[tuple[Matrix, float, int], ...]
+    def __init__(self, a: Matrix, parts: Iterable[tuple[Matrix, float, int]]) -> None: ...
     @property
     def nbytes(self) -> int: ...
 
-def add_low_rank(x: Float32, out: Float32, spans: Iterable[tuple[Any, Any, Iterable[LowRankPair]]]) -> None: ...
+def add_low_rank(x: Float32, out: Float32, spans: Iterable[tuple[Any, Any, LowRankProduct]]) -> None: ...

@@ -20,7 +20,7 @@ from kvcache.networks.config import ModelConfig
 from kvcache.networks.names import tensors_of
 from kvcache.support.arguments import BFLOAT16, as_instance, described, is_integer, short
 
-__all__ = ["PROJECTIONS", "Adapter", "LowRank", "adapted_shapes"]
+__all__ = ["PROJECTIONS", "Adapter", "LowRank", "adapted_shapes", "floats_of"]
 
 # The projections that an adapter may change, and their tensors in a layer.
 PROJECTIONS = {
@@ -159,6 +159,13 @@ def _checked(key: tuple[int, str], given: LowRank) -> LowRank:
         if not _is_finite(part):
             raise ValueError(f"{name}: expected finite numbers, got others")
     return LowRank(own[0], own[1], scale)
+
+
+def floats_of(array: NDArray[Any]) -> NDArray[np.float32]:
+    """The numbers of an adapter as float32, which holds them all."""
+    if array.dtype != BFLOAT16:
+        return array.astype(np.float32)
+    return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
 def _is_finite(array: NDArray[Any]) -> bool:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.kernels.low_rank import LowRankPair, add_low_rank
+from kvcache.kernels.low_rank import LowRankProduct, add_low_rank
 from kvcache.kernels.matrix import Matrix
-from kvcache.networks.adapter import Adapter, adapted_shapes
+from kvcache.networks.adapter import Adapter, LowRank, adapted_shapes, floats_of
 from kvcache.networks.config import ModelConfig
+from kvcache.networks.linear import empty_matrices
 from kvcache.support.arguments import as_instance
 
 __all__ = ["PLACES", "Adapt", "PreparedAdapter", "RowAdapters"]
@@ -31,29 +32,31 @@ class PreparedAdapter:
         layers: of each layer by place, one of `PLACES`.
     """
 
-    def __init__(self, layers: Mapping[int, Mapping[str, tuple[LowRankPair, ...]]]) -> None:
+    def __init__(self, layers: Mapping[int, Mapping[str, LowRankProduct]]) -> None:
         self.layers = layers
 
     @classmethod
     def of(cls, adapter: Adapter, config: ModelConfig) -> PreparedAdapter:
         """Prepare an adapter for a network. ValueError: it does not fit, see `Adapter.expect`."""
         as_instance(adapter, Adapter, "adapter").expect(config)
-        shapes, found = adapted_shapes(config), dict[int, dict[str, tuple[LowRankPair, ...]]]()
-        for layer in range(config.trunk_layers):
-            for place, names in PLACES.items():
-                pairs, column = list[LowRankPair](), 0
-                for name in names:
-                    if (own := adapter.matrices.get((layer, name))) is not None:
-                        pairs.append(LowRankPair(_matrix(own.a), _matrix(own.b), own.scale, column))
-                    column += shapes.get((layer, name), (0, 0))[0]
-                if pairs:
-                    found.setdefault(layer, {})[place] = tuple(pairs)
+        shapes = adapted_shapes(config)
+        places = [each for layer in range(config.trunk_layers) for each in _places(adapter, shapes, layer)]
+        stacks = [stack for _, _, own, _ in places for stack in ([each.a for each in own], *([each.b] for each in own))]
+        # One allocation in the order of reading: it lies on huge pages if it is large.
+        matrices = empty_matrices((sum(map(len, stack)), stack[0].shape[1], _format_of(stack)) for stack in stacks)
+        for each, stack in zip(matrices, stacks, strict=True):
+            _fill(each, stack)
+        found, left = dict[int, dict[str, LowRankProduct]](), iter(matrices)
+        for layer, place, own, columns in places:
+            first = next(left)
+            parts = [(next(left), each.scale, column) for each, column in zip(own, columns, strict=True)]
+            found.setdefault(layer, {})[place] = LowRankProduct(first, parts)
         return cls(found)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all matrices."""
-        return sum(pair.nbytes for places in self.layers.values() for pairs in places.values() for pair in pairs)
+        return sum(product.nbytes for places in self.layers.values() for product in places.values())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.layers)} layers, {self.nbytes} bytes)"
@@ -83,6 +86,8 @@ class RowAdapters(NamedTuple):
         """Those of some rows: of a slice, or of ascending indices."""
         if isinstance(rows, slice):
             start, end = rows.start or 0, self.spans[-1][1] if rows.stop is None else rows.stop
+            if not start and end >= self.spans[-1][1]:
+                return self
             cut = ((max(first, start) - start, min(stop, end) - start, each) for first, stop, each in self.spans)
         else:
             places = np.searchsorted(rows, [span[:2] for span in self.spans]).tolist()
@@ -94,19 +99,41 @@ class RowAdapters(NamedTuple):
         """By place of a layer what adds to a product of rows, given these, what adapters have there."""
         found: dict[str, list[Any]] = {}
         for first, stop, each in self.spans:
-            for place, pairs in each.layers.get(layer, {}).items():
-                found.setdefault(place, []).append((first, stop, pairs))
+            for place, product in each.layers.get(layer, {}).items():
+                found.setdefault(place, []).append((first, stop, product))
         return {place: partial(_add, spans) for place, spans in found.items()}
 
 
-def _add(spans: Sequence[tuple[int, int, tuple[LowRankPair, ...]]], x: Float32, out: Float32) -> None:
+def _add(spans: Sequence[tuple[int, int, LowRankProduct]], x: Float32, out: Float32) -> None:
     add_low_rank(np.ascontiguousarray(x), out, spans)
 
 
-def _matrix(values: NDArray[Any]) -> Matrix:
-    """A matrix of floats as an adapter has them. `LowRank` says of which types."""
-    format = _FORMATS.get(values.dtype.str, "bf16")
-    rows, columns = values.shape
-    matrix = Matrix(rows, columns, format)
-    matrix.put_words(0, values.view(np.uint16) if format == "bf16" else values)
-    return matrix
+def _places(
+    adapter: Adapter, shapes: Mapping[tuple[int, str], tuple[int, int]], layer: int
+) -> Iterator[tuple[int, str, list[LowRank], list[int]]]:
+    """Where an adapter changes a layer: layer, place, its matrices there, and the first columns of what each gives."""
+    for place, names in PLACES.items():
+        own, columns, column = list[LowRank](), list[int](), 0
+        for name in names:
+            if (each := adapter.matrices.get((layer, name))) is not None:
+                own.append(each)
+                columns.append(column)
+            column += shapes.get((layer, name), (0, 0))[0]
+        if own:
+            yield layer, place, own, columns
+
+
+def _format_of(stack: Sequence[NDArray[Any]]) -> str:
+    """The format that arrays above each other have as one matrix: their own, or of several types that of all."""
+    formats = {_FORMATS.get(values.dtype.str, "bf16") for values in stack}
+    return formats.pop() if len(formats) == 1 else "f32"
+
+
+def _fill(matrix: Matrix, stack: Sequence[NDArray[Any]]) -> None:
+    row = 0
+    for values in stack:
+        if matrix.format == "f32":
+            matrix.put(row, floats_of(values))
+        else:
+            matrix.put_words(row, values.view(np.uint16))
+        row += len(values)
