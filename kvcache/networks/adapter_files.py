@@ -103,7 +103,7 @@ def _settings(folder: str | PathLike[str]) -> tuple[AdapterSettings, bytearray]:
     said = json_object(path, content := read_file(path, MAX_CONFIG_BYTES))
     try:
         return AdapterSettings.of(said), content
-    except CheckpointError as error:
+    except (TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: {error}") from None
 
 

@@ -170,7 +170,7 @@ def test_loading_and_unloading(path, folders):
             ({"lora_name": "b", "lora_path": "b"}, 400, "lora_name: expected one that is not loaded, or load_inplace"),
             ({"lora_name": MODEL, "lora_path": "b"}, 400, "lora_name: expected a name that nothing else has"),
             ({"lora_name": "d"}, 400, "lora_path: expected one, got none"),
-            ({"lora_name": "d", "lora_path": "none"}, 404, "lora_path: expected an adapter that can be read, "),
+            ({"lora_name": "d", "lora_path": "none"}, 404, "lora_path: expected an adapter there, got none: "),
             ({"lora_name": "d", "lora_path": "../tiny"}, 400, "lora_path: expected a path in the folder of adapters"),
             ({"lora_name": "d", "lora_path": "/etc"}, 400, "lora_path: expected a path in the folder of adapters"),
             ({"lora_name": "d", "lora_path": "."}, 400, "lora_path: expected a path in the folder of adapters"),
