@@ -15,7 +15,8 @@ __all__ = ["configured"]
 # What a table [[model]] may say beside its path, its name and its aliases: options that are about one model.
 _OF_A_MODEL = {
     "activations", "adapter", "autosave", "calibrate", "chat_template", "context", "draft", "draft_tokens", "dtype",
-    "frequency_penalty", "kv_events", "kv_events_medium", "kv_events_rank", "kv_events_replay", "kv_events_topic",
+    "edit_masks", "frequency_penalty", "kv_events", "kv_events_medium", "kv_events_rank", "kv_events_replay",
+    "kv_events_topic",
     "kv_events_unsalted", "max_memory", "max_queue", "max_running", "max_tokens", "max_vectors", "min_p", "num_blocks",
     "object_store", "pin", "plain_special_tokens", "pooling", "preload", "presence_penalty", "redis",
     "repetition_penalty", "reranker", "seed", "sparse_tokens", "stop", "temperature", "tier_secret", "tool_parser",

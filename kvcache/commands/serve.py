@@ -71,6 +71,8 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="take special tokens in users' texts as text: no user can end a turn, or begin another one")
     add("--tool-parser", metavar="NAME", choices=sorted(DIALECTS),
         help=f"how the network writes thoughts and calls: {', '.join(sorted(DIALECTS))} (as its chat template says)")
+    add("--edit-masks", action="store_true",
+        help="clear results of tools by masks where context_management says nothing of it: nothing runs again")
     add("--pooling", metavar="NAME", help="how vectors are made, last or mean, where the checkpoint does not say it")
     add("--reranker", action="store_true",
         help="the model judges documents, where neither its checkpoint nor a name with rerank says so")
@@ -249,6 +251,7 @@ def _model(options: argparse.Namespace, kind: Any, room: int | str, adapters: An
         plain_special_tokens=options.plain_special_tokens, tool_parser=options.tool_parser,
         pooling=options.pooling, reranker=options.reranker, max_vectors=options.max_vectors,
         adapters=adapters,
+        edit_masks=options.edit_masks,
     )
 
 

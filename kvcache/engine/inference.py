@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from kvcache.engine.chat import Answer
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.compression import compressed
 from kvcache.engine.current import CurrentText, Share
+from kvcache.engine.documents import LINK, NO_DOCUMENTS, Documents
 from kvcache.engine.network_engine import NetworkEngine
 from kvcache.engine.opening import open_drafts
 from kvcache.engine.requests import Requests
@@ -33,6 +34,7 @@ from kvcache.sampling.tokenizer import CheckpointText, GgufText
 from kvcache.support.arguments import as_count, as_finite, as_floats, as_index
 from kvcache.support.copies import refuse_copies
 from kvcache.support.exclusions import expect
+from kvcache.texts.behind import Behind
 from kvcache.texts.compressed_prefix import CompressedPrefix, Storing
 from kvcache.texts.kv_settings import Options, Settings, with_options
 from kvcache.texts.policy import Policy
@@ -245,6 +247,9 @@ class InferenceEngine(NetworkEngine):
     def _checkpoint(self) -> CheckpointText | GgufText | None:
         return self.requests.text
 
+    def _limits(self) -> tuple[Collection[str], int | None]:
+        return self._settings.features, self.requests.max_positions
+
     def vectors(self) -> Vectors:
         """See `ChatEngine`."""
         expect("embed", self.eviction_policy, self._settings.features)
@@ -279,8 +284,9 @@ class InferenceEngine(NetworkEngine):
     # ---------------------------------------------------------------- whole requests
 
     def complete(
-        self, prompt: Any, params: SamplingParams | None = None, *, prefix: CompressedPrefix | None = None,
-        adapter: str | None = None, **sampling: Any,
+        self, prompt: Any, params: SamplingParams | None = None, *, prefix: Behind | None = None,
+        head: Any = None, segments: Iterable[Any] | None = None, link: int = LINK, adapter: str | None = None,
+        **sampling: Any,
     ) -> Completion:
         """Continue a prompt: the new tokens, their text and why it ended; log-probabilities if `params` asks for them.
 
@@ -289,7 +295,12 @@ class InferenceEngine(NetworkEngine):
         Args:
             prompt: at least one token id; or a text, if the engine has a tokenizer.
             params: how to sample; by default the engine's `sampling_params`.
-            prefix: what `compress` made of a text before the prompt, whose tokens the prompt does not repeat.
+            prefix: what `compress` made of a text before the prompt, whose tokens the prompt does not repeat; or a
+                `SeenParts`.
+            head: the text before segments, or token ids: a system prompt.
+            segments: documents between the head and the prompt, `Segment`s, texts or token ids. Each sees the head and
+                itself alone, and the prompt sees all, at positions behind all: another answer than that of one text.
+            link: this many first tokens of each segment but the first run again in place, and see all before them.
             adapter: the name of one of `adapters`; None: the network alone. An activated one changes the prompt from
                 its last invocation on.
             sampling: attributes of `SamplingParams`, in place of those of `params`: `complete(text, max_tokens=8)`.
@@ -301,20 +312,24 @@ class InferenceEngine(NetworkEngine):
             InvalidOperationError: this thread has an open stream of this engine; the adapter was unloaded meanwhile.
             OutOfMemoryError: the cache is too small.
         """
-        request = self._request(prompt, params, sampling, with_text=True, prefix=prefix, adapter=adapter)
+        documents = Documents(head, segments, link)
+        request = self._request(prompt, params, sampling, documents, adapter, with_text=True, prefix=prefix)
         return request.complete(self.requests.stream(request, whole=True))
 
     def generate(
-        self, prompt_tokens: Any, params: SamplingParams | None = None, *, prefix: CompressedPrefix | None = None,
-        adapter: str | None = None, **sampling: Any,
+        self, prompt_tokens: Any, params: SamplingParams | None = None, *, prefix: Behind | None = None,
+        head: Any = None, segments: Iterable[Any] | None = None, link: int = LINK, adapter: str | None = None,
+        **sampling: Any,
     ) -> list[int]:
         """Do what `complete` does, and return the new tokens alone."""
-        request = self._request(prompt_tokens, params, sampling, prefix=prefix, adapter=adapter)
+        documents = Documents(head, segments, link)
+        request = self._request(prompt_tokens, params, sampling, documents, adapter, prefix=prefix)
         return list(self.requests.stream(request, whole=True))
 
     def stream(
-        self, prompt_tokens: Any, params: SamplingParams | None = None, *, prefix: CompressedPrefix | None = None,
-        adapter: str | None = None, **sampling: Any,
+        self, prompt_tokens: Any, params: SamplingParams | None = None, *, prefix: Behind | None = None,
+        head: Any = None, segments: Iterable[Any] | None = None, link: int = LINK, adapter: str | None = None,
+        **sampling: Any,
     ) -> Iterator[int]:
         """Do what `generate` does, token by token: check the arguments now, run the prompt at the first `next`.
 
@@ -323,24 +338,25 @@ class InferenceEngine(NetworkEngine):
         So does the next token of a stream if another call of that thread has changed the sequence. A stream may be
         continued on another thread.
         """
-        request = self._request(prompt_tokens, params, sampling, prefix=prefix, adapter=adapter)
+        documents = Documents(head, segments, link)
+        request = self._request(prompt_tokens, params, sampling, documents, adapter, prefix=prefix)
         return self.requests.stream(request, whole=False)
 
     def chat(
         self, messages: Any, params: SamplingParams | None = None, *, tools: Any = None, template: Any = None,
-        adapter: str | None = None, **sampling: Any,
+        edits: Any = None, adapter: str | None = None, **sampling: Any,
     ) -> Answer:
         """Answer a conversation: an iterator of pieces of text, which `stream` computes token by token.
 
         Arguments and errors are those of `apply_chat_template` and `complete`; they are checked now.
         """
-        prompt, _ = self.requests.chat_prompt(messages, tools, template)
-        request = self._request(prompt, params, sampling, with_text=True, adapter=adapter)
-        return Answer(request, self.requests.stream(request, whole=False))
+        found = self.chat_prompt(messages, edits, tools=tools, template=template)
+        request = self._request(
+            found.tokens, params, sampling, adapter=adapter, with_text=True, prefix=found.prefix
+        )
+        return Answer(request, self.requests.stream(request, whole=False), found.applied_edits)
 
-    def score(
-        self, tokens: Any, *, prefix: CompressedPrefix | None = None, adapter: str | None = None
-    ) -> Float32:
+    def score(self, tokens: Any, *, prefix: Behind | None = None, adapter: str | None = None) -> Float32:
         """Log-probability of each token after the first, given the tokens before it: float32 `(len(tokens) - 1,)`.
 
         Behind a `prefix` they are given that too; `adapter` as of `complete`.
@@ -356,7 +372,7 @@ class InferenceEngine(NetworkEngine):
 
     # ---------------------------------------------------------------- one sequence, step by step
 
-    def reset(self, prefix: CompressedPrefix | None = None, *, adapter: str | None = None) -> None:
+    def reset(self, prefix: Behind | None = None, *, adapter: str | None = None) -> None:
         """Start an empty sequence, perhaps behind a prefix. `prefill_token_count` is not reset.
 
         Behind a prefix the first position is `prefix.num_tokens`, and `prefill_from_pos` goes back no further. A
@@ -368,7 +384,7 @@ class InferenceEngine(NetworkEngine):
         self._settings.expect(prefix, adapter)
         own = TextAdapter.of(self.adapters.find(adapter), np.empty(0, np.uint32))
         with self.requests.call:
-            self._sequence.clear(prefix, own)
+            self._sequence.clear(prefix, adapter=own)
 
     def begin(self, share: Share) -> int:
         """Replace the current sequence by one that `share` creates, for example from blocks of another sequence.
@@ -498,8 +514,12 @@ class InferenceEngine(NetworkEngine):
             raise ValueError("policy: expected one with token ids, since the engine has no tokenizer, got texts")
         return encoded(self.tokenizer, text, "policy", add_special_tokens=False)
 
-    def _request(self, prompt: Any, params: SamplingParams | None, sampling: dict[str, Any], **options: Any) -> Request:
-        adapter = options.pop("adapter", None)
-        self._settings.expect(options.get("prefix"), adapter)
+    def _request(
+        self, prompt: Any, params: SamplingParams | None, sampling: dict[str, Any], documents: Documents = NO_DOCUMENTS,
+        adapter: str | None = None, *, prefix: Behind | None = None, **options: Any,
+    ) -> Request:
+        loaded, features = self.adapters.find(adapter), () if adapter is None else ("adapter",)
+        placed = self.requests.new.placed(prompt, prefix, documents, features)
+        self._settings.expect(placed.prefix, adapter)
         params = self.sampling_params if params is None else params
-        return self.requests.request(prompt, params, sampling, adapter=self.adapters.find(adapter), **options)
+        return self.requests.request(placed.prompt, params, sampling, placed=placed, adapter=loaded, **options)

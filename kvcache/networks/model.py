@@ -207,6 +207,7 @@ class Transformer:
         logits: Logits | NDArray[np.int64] = "last",
         *,
         sink_positions: NDArray[np.int64] | None = None,
+        sink_rows: NDArray[np.int64] | None = None,
         regime: int = 0,
         recur: Recur | None = None,
         hidden: HiddenRows | None = None,
@@ -229,7 +230,9 @@ class Transformer:
         end = int(np.maximum.reduce(positions, initial=-1)) + 1
         if regime not in range(len(self._tables)) or self.regime(end) > regime:
             raise ValueError(f"regime: expected that of a text with these positions, got {short(regime)}")
-        rows = self._rows(tokens, (positions,) if sink_positions is None else (positions, sink_positions), regime)
+        places = (positions,) if sink_positions is None else (positions, sink_positions)
+        others = slice(None) if sink_rows is None else sink_rows
+        rows = self._rows(tokens, places, regime)._replace(others=others)
         if adapters:
             rows = rows._replace(adapters=RowAdapters.of(adapters, len(tokens)))
         chosen: Any = slice(len(tokens) - (logits == "last"), None) if isinstance(logits, str) else logits
@@ -407,7 +410,7 @@ class Transformer:
         heads, values, gates = self._project(normed, layer, sizes, adapt)
         after = layer.qk_norm if config.qk_norm in _AFTER else None
         factors = rows.factors if config.unrotated_growth is None or table is None else None
-        turned = self._turned(sizes.num_heads, heads, values, table, rows.turns[table], factors, after)
+        turned = self._turned(sizes.num_heads, heads, values, table, rows.turns[table], factors, after, rows.others)
         if (parts := self._padded[i]) is not None:
             turned = tuple(padded(each, parts) for each in turned)
         if sizes.kv_layer is not None:
@@ -437,10 +440,11 @@ class Transformer:
         if config.index is not None and weights.index is not None:
             index = index_rows(normed, own, config.index, weights.index, self._times, turns[0])
         keys, queries, *others = latent_rows(
-            projected, own, config.latent, weights, self._times, turns, self.activations
+            projected, own, config.latent, weights, self._times, turns, self.activations, rows.others
         )
         if rows.factors is not None:
-            queries, *others = (each * rows.factors[:, None, None] for each in (queries, *others))
+            queries = queries * rows.factors[:, None, None]
+            others = [each * rows.factors[rows.others, None, None] for each in others]
         if (parts := self._padded[i]) is not None:
             queries, keys, *others = (padded(each, parts) for each in (queries, keys, *others))
         sinks: Any = others
@@ -541,17 +545,17 @@ class Transformer:
 
     def _turned(
         self, count: int, heads: Float32, values: Float32, table: RopeTable | None, turns: Sequence[Any],
-        factors: Float32 | None, norm: Float32 | None,
+        factors: Float32 | None, norm: Float32 | None, others: Any,
     ) -> tuple[Any, ...]:
         """The `count` queries, keys and values, rotated by the first of `turns`; for each other the queries, by that.
 
-        Queries are multiplied by `factors`, if there are any. `norm` follows, if there is one.
+        `others`: the rows of these. Queries are multiplied by `factors`, if there are any. `norm` follows, if given.
         """
         if factors is not None:
             heads = np.concatenate([heads[:, :count] * factors[:, None, None], heads[:, count:]], axis=1)
         found: list[Float32] = []
         for rows in turns:
-            some = heads[:, :count] if found else heads
+            some = heads[others, :count] if found else heads
             turned = some if table is None else table.rotate(some, rows)
             turned = turned if norm is None else rms_norm(turned, norm[: some.shape[1]], self.config.rms_norm_eps)
             found += [turned] if found else [turned[:, :count], turned[:, count:], values]
@@ -637,6 +641,7 @@ class _Rows(NamedTuple):
         inputs: see `Transformer._token_inputs`.
         streams: all residual streams, `(n, streams, hidden)`; None: there is one.
         adapters: those of some rows; None: no row has one.
+        others: the rows whose queries are turned to the sink positions too, where there are any.
     """
 
     x: Float32
@@ -645,11 +650,13 @@ class _Rows(NamedTuple):
     inputs: Float32 | None
     streams: Float32 | None
     adapters: RowAdapters | None = None
+    others: Any = slice(None)
 
     def taken(self, rows: Any) -> _Rows:
-        """Some of the rows."""
+        """Some of the rows; without sink positions, where `others` names rows."""
+        stop = None if isinstance(self.others, slice) else 1
         turns = {
-            table: [tuple(part[rows] for part in each) for each in places] for table, places in self.turns.items()
+            key: [tuple(part[rows] for part in each) for each in places[:stop]] for key, places in self.turns.items()
         }
         others = (None if each is None else each[rows] for each in (self.factors, self.inputs, self.streams))
         adapters = None if self.adapters is None else self.adapters.taken(rows)

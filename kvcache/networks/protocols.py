@@ -122,7 +122,7 @@ class Attend(Protocol):
             keys: `(n, num_kv_heads, head_dim)`, position embedding applied; None of a layer with a `kv_layer`.
             values: `(n, num_kv_heads, head_dim)`; None of such a layer, and where V is a part of K.
             sink_queries: the same queries with the position embedding of `sink_positions`, if `forward` got these;
-                shaped like `queries`.
+                shaped like `queries`, or, with `sink_rows`, `(len(sink_rows), num_heads, head_dim)`.
             index: of a layer with an indexer of its own; None of any other one.
 
         Returns:
@@ -225,13 +225,18 @@ class StreamingModel(Protocol):
         logits: Logits,
         *,
         sink_positions: NDArray[np.int64] | None = None,
+        sink_rows: NDArray[np.int64] | None = None,
     ) -> Float32:
         """As `Model.forward`.
+
+        Texts without a length limit need no `sink_rows`; texts that see parts of cached texts (`SeenParts`) do.
 
         Args:
             sink_positions: `(n,)`, the position of each token relative to the sinks, the tokens before the evicted
                 ones. If given, every `attend` also gets the queries with the position embedding of these. `positions`
                 may then exceed `max_position_embeddings`; distances do not.
+            sink_rows: `(m,)`, the rows of the pass whose queries are turned so, in any order, perhaps several times;
+                `sink_positions` is `(m,)` then. None: all rows, once each.
         """
         ...
 

@@ -163,7 +163,7 @@ class HttpAnswer:
                     yield new
         except OutOfMemoryError:
             if not all(work.error is None or _is_cut(work) for work in request.works):
-                raise self._form.too_large(request.works[0].num_prompt) from None
+                raise self._form.too_large(request.works[0].whole_prompt) from None
         except InvalidOperationError:
             if (name := self._asked.adapter) is None or not any(map(_is_unloaded, request.works)):
                 raise

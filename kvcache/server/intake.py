@@ -92,7 +92,7 @@ class Intake:
             "/v1/completions/render": partial(ServedModel.render, chat=False), "/v1/messages": ServedModel.message,
             "/v1/responses": ServedModel.respond, "/v1/messages/count_tokens": ServedModel.count,
             "/tokenize": ServedModel.tokenize, "/detokenize": ServedModel.detokenize,
-            "/v1/embeddings": ServedModel.embed, "/v1/rerank": ServedModel.rerank,
+            "/v1/cache/hints": ServedModel.hint, "/v1/embeddings": ServedModel.embed, "/v1/rerank": ServedModel.rerank,
         }
 
     def route(

@@ -19,6 +19,7 @@ from kvcache.sampling.text_tokens import TooManyTokens
 from kvcache.sampling.tokenizer_errors import decoded
 from kvcache.server.answers import HttpAnswer
 from kvcache.server.asked import Asked
+from kvcache.server.cache_hints import cache_hints_of, hinted
 from kvcache.server.completion_bodies import asked_of_completion, check_scores
 from kvcache.server.completion_form import CompletionForm
 from kvcache.server.constraints import grammar_refused
@@ -80,9 +81,11 @@ class ServedModel:
         reranker: whether it judges documents, where neither its checkpoint nor its name says so.
         max_vectors: the most bytes of the vectors of a body.
         adapters: those that it gets; None: none.
+        edit_masks: whether `context_management` clears results of tools by masks where a body says nothing of it.
 
     Raises:
-        TypeError, ValueError: no such pooling, or another one than the checkpoint's; no number of bytes.
+        TypeError, ValueError: no such pooling, or another one than the checkpoint's; no number of bytes; a network
+            without masks.
         FileNotFoundError, CheckpointError: an adapter that cannot be read.
 
     Attributes:
@@ -96,13 +99,15 @@ class ServedModel:
     def __init__(
         self, engine: BatchEngine, name: str, *, aliases: Sequence[str] = (), plain_special_tokens: bool = False,
         tool_parser: str | None = None, pooling: str | None = None, reranker: bool = False,
-        max_vectors: int = MAX_VECTORS, adapters: ServedAdapters | None = None,
+        max_vectors: int = MAX_VECTORS, adapters: ServedAdapters | None = None, edit_masks: bool = False,
     ) -> None:
         self.engine, self.names = engine, tuple(dict.fromkeys((name, *aliases)))
         self.adapters = ServedAdapters() if adapters is None else adapters
         self.adapters.attach(engine)
         self.trials = Trials()
-        self._prompts = Prompts(engine, plain_special_tokens)
+        if as_instance(edit_masks, bool, "edit_masks"):
+            engine.expect_masks()
+        self._prompts = Prompts(engine, plain_special_tokens, edit_masks)
         self._voices = Voices(engine.tokenizer, engine.chat_template, tool_parser)
         self._texts, self._fingerprints = TokenTexts(engine.tokenizer), Fingerprints()
         self._declared = pooling, as_instance(reranker, bool, "reranker")
@@ -125,7 +130,9 @@ class ServedModel:
     def complete(self, found: dict[str, Any], space: Hashable, *, chat: bool) -> Prepared:
         """Answer a chat completion, or a completion."""
         asked = self._completion(found, chat)
-        return self._prepared(asked, self._prompts.of(asked), CompletionForm(asked, self.engine, self._texts), space)
+        prompts = self._prompts.of(asked)
+        asked = asked._replace(applied=prompts[0].applied)
+        return self._prepared(asked, prompts, CompletionForm(asked, self.engine, self._texts), space)
 
     def message(self, found: dict[str, Any], space: Hashable) -> Prepared:
         """Answer a body of `/v1/messages`."""
@@ -133,6 +140,7 @@ class ServedModel:
         asked = asked_of_message(given, self.engine.sampling_params)
         prompts = self._prompts.of(asked)
         comparison = self._fingerprints.note(given, space, answer, len(prompts[0].tokens))
+        asked = asked._replace(applied=prompts[0].applied)
         return self._prepared(asked, prompts, MessageForm(asked, self.engine, answer, comparison), space)
 
     def respond(self, found: dict[str, Any], space: Hashable) -> Prepared:
@@ -173,7 +181,7 @@ class ServedModel:
             wanted = asked.params.grammar
             if (grammar := self._grammar(talk, prompts[0], wanted)) is not None:
                 asked = asked._replace(params=replace(asked.params, grammar=grammar), form=wanted)
-        return Prepared(asked, prompts, form, space if asked.salt is None else (space, asked.salt))
+        return Prepared(asked, prompts, form, _space(asked, space))
 
     def _grammar(self, talk: Conversation, prompt: Prompt, form: Grammar | None) -> Grammar | None:
         """The grammar of the answer to a conversation: calls, or the form that is asked for, or one of both."""
@@ -232,8 +240,9 @@ class ServedModel:
                 later = asked.priority + number * asked.n  # a body of many texts waits rather than one of a single text
                 watch = None if asked.conversation is None else readers[number]
                 answer.requests.append(engine.submit(
-                    prompt.tokens, asked.params, namespace=space, deadline=timeout, n=asked.n, priority=later,
-                    keep=prompt.kept, parts_at=prompt.parts, prompt_logprobs=scores, watch=watch, adapter=asked.adapter,
+                    prompt.own, asked.params, namespace=space, deadline=timeout, n=asked.n, priority=later,
+                    keep=prompt.kept, parts_at=prompt.parts, prefix=prompt.behind, prompt_logprobs=scores, watch=watch,
+                    adapter=asked.adapter,
                 ))
         except BaseException as error:
             answer.cancel()
@@ -262,12 +271,31 @@ class ServedModel:
     def _too_large(self, field: str, got: str) -> ValueError:
         return too_large(field, got, self.engine.max_prompt)
 
+    # -- hints ----------------------------------------------------------------------------------------------
+
+    def hint(self, found: dict[str, Any], space: Hashable) -> ASGIApp:
+        """Take a body of `/v1/cache/hints`: its texts are made as those of requests, and nothing runs."""
+        given = cache_hints_of(found)
+        asked = [self._named_by(given.endpoint, body) for body in given.bodies]
+        texts = [[prompt.tokens for prompt in self._prompts.of(each, runs=False)] for each in asked]
+        return JSONResponse(hinted(self.engine, self.names[0], given, texts, _space(asked[0], space)))
+
+    def _named_by(self, endpoint: str, body: dict[str, Any]) -> Asked:
+        """Read the body of a request for the text that it names."""
+        if endpoint == "/v1/messages":
+            return asked_of_message(checked(body, COUNTED, ("model", "messages")), self.engine.sampling_params)
+        if endpoint == "/v1/responses":
+            return asked_of_response(checked(body, RESPONSES, ("model", "input")), self.engine.sampling_params)
+        return self._completion(body, endpoint == "/v1/chat/completions")
+
     # -- tokens alone ---------------------------------------------------------------------------------------
 
     def count(self, found: dict[str, Any], space: Hashable) -> ASGIApp:
         """The number of tokens of a body of `/v1/messages`."""
         asked = asked_of_message(checked(found, COUNTED, ("model", "messages")), self.engine.sampling_params)
-        return JSONResponse({"input_tokens": len(self._prompts.of(asked, runs=False)[0].tokens)})
+        prompt = self._prompts.of(asked, runs=False)[0]
+        managed = {} if prompt.applied is None else {"context_management": {"original_input_tokens": prompt.original}}
+        return JSONResponse({"input_tokens": len(prompt.tokens) - prompt.masked, **managed})
 
     def render(self, found: dict[str, Any], space: Hashable, *, chat: bool) -> ASGIApp:
         """The token ids of the prompts of a body, as routers ask for them."""
@@ -298,3 +326,7 @@ class ServedModel:
         tokens = self._prompts.checked(given["tokens"], "tokens").tolist()
         return JSONResponse({"prompt": decoded(self.engine.tokenizer, tokens, skip_special_tokens=False)})
 
+
+def _space(asked: Asked, space: Hashable) -> Hashable:
+    """The namespace of the texts of a body, of a key with this one."""
+    return space if asked.salt is None else (space, asked.salt)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from kvcache.core.memory import total
 from kvcache.drafts.draft_pace import MOST_DRAFTS
 from kvcache.drafts.sources import DraftSources
 from kvcache.engine.completion import as_prompt
+from kvcache.engine.documents import LINK, Documents, Placed
 from kvcache.engine.network_engine import NetworkEngine
 from kvcache.engine.new_requests import NewRequests, Shared
 from kvcache.engine.opening import open_drafts
@@ -38,6 +39,7 @@ from kvcache.serving.pins import as_kept
 from kvcache.serving.progress import Progress
 from kvcache.serving.request import Pending, Request
 from kvcache.serving.scheduler import Scheduler
+from kvcache.serving.seen_texts import PreparedSegments, SeenText
 from kvcache.serving.stats import BatchStats, NamespaceStats
 from kvcache.serving.steps import Steps
 from kvcache.serving.work import Drawing, Reading, Scoring, Work
@@ -45,9 +47,11 @@ from kvcache.support.arguments import as_count, as_finite, as_instance, as_integ
 from kvcache.support.copies import refuse_copies
 from kvcache.support.exclusions import expect
 from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
-from kvcache.texts.compressed_prefix import CompressedPrefix
+from kvcache.texts.behind import Behind
 from kvcache.texts.forward import Forward, expect_own
+from kvcache.texts.hints import Hint, Hinted
 from kvcache.texts.kv_settings import Options, Settings, with_options
+from kvcache.texts.seen_parts import SeenParts
 from kvcache.texts.settings import CacheSettings, Load
 from kvcache.texts.text import Tokens
 from kvcache.texts.text_adapter import TextAdapter
@@ -205,7 +209,10 @@ class BatchEngine(NetworkEngine):
         n: int = 1,
         keep: float | Iterable[tuple[int, float]] | None = None,
         parts_at: Iterable[int] = (),
-        prefix: CompressedPrefix | None = None,
+        prefix: Behind | None = None,
+        head: Any = None,
+        segments: Iterable[Any] | None = None,
+        link: int = LINK,
         adapter: str | None = None,
         prompt_logprobs: int | None = None,
         watch: Callable[[], StopWatch] | None = None,
@@ -233,6 +240,8 @@ class BatchEngine(NetworkEngine):
             prefix: what `InferenceEngine.compress` made of a text before the prompt, whose tokens the prompt does not
                 repeat. Requests share blocks only behind the same one.
             adapter: as of `PrefixCachedEngine.generate`.
+            head, segments, link: as of `InferenceEngine.complete`. Each segment runs once for all requests that have
+                it, as an ordinary prompt behind the head, and stays cached. `keep` is of what follows the segments.
             prompt_logprobs: report the log-probability of each token of the prompt, and of this many most likely ones
                 beside it, as `Request.prompt_logprobs`. The prompt then shares no blocks, `keep` and `prefix` are not
                 for it, and with `max_tokens` 0 nothing else is computed.
@@ -247,7 +256,10 @@ class BatchEngine(NetworkEngine):
             InvalidOperationError: the engine is closed.
         """
         expect_own(namespace)
-        self._settings.expect(prefix, adapter)
+        documents = Documents(head, segments, link)
+        given = {"logprobs": prompt_logprobs, "adapter": adapter}
+        placed = self._new.placed(prompt, prefix, documents, {name for name in given if given[name] is not None})
+        prompt, prefix = placed.prompt, self._settings.expect(placed.prefix, adapter)
         loaded = self.adapters.find(adapter)
         if self._events is not None:
             self._events.expect(namespace)
@@ -265,8 +277,8 @@ class BatchEngine(NetworkEngine):
         if kept is not None or prefix is not None:
             features = self._settings.features | (set() if top is None else {"logprobs"})
             expect("keep", keep, features)
-            expect("prefix", prefix, features)
-        samples = [self._sample(prompt, namespace, shared, i, prefix, own, watch) for i in range(n)]
+            expect("prefix: of parts of cached texts" if isinstance(prefix, SeenParts) else "prefix", prefix, features)
+        samples = [self._sample(prompt, namespace, shared, i, placed, own, watch) for i in range(n)]
         if kept is not None:
             samples[0].keep = kept
         if top is not None:
@@ -280,6 +292,83 @@ class BatchEngine(NetworkEngine):
         request = Request(self._steps, samples)
         self._enqueue(request, samples, priority, deadline)
         return request
+
+    def prepare(
+        self, segments: Iterable[Any], *, head: Any = None, namespace: Hashable = None, priority: int = 0,
+        deadline: float | None = None, keep: float | None = None,
+    ) -> PreparedSegments:
+        """Queue segments behind a head, so that later requests find them cached.
+
+        Args:
+            segments, head, namespace, priority, deadline: as of `submit`.
+            keep: seconds that their full blocks stay cached for, with the limits of `keep` of `submit`.
+
+        Raises:
+            as `submit`.
+        """
+        hash(namespace)
+        placed = self._new.placed([0], None, Documents(head, segments, 0))
+        if self._events is not None:
+            self._events.expect(namespace)
+        priority = as_integer(priority, "priority")
+        deadline = None if deadline is None else as_finite(deadline, "deadline", 0.0)
+        seen, works = self._settings.expect(placed.prefix), list[SeenText]()
+        for part in seen.texts if isinstance(seen, SeenParts) else ():
+            works.append(SeenText(part, namespace))
+            if keep is not None:
+                works[-1].keep = as_kept(keep, len(part.tokens), self._pool.block_size)
+            self._expect_fits(works[-1])
+        prepared = PreparedSegments(self._steps, works, placed)
+        if works:
+            self._steps.enqueue(prepared, works, priority, deadline)
+        return prepared
+
+    def hint(
+        self,
+        action: str,
+        *prompts: Any,
+        namespace: Hashable = None,
+        ttl: float | None = None,
+        resume_in: float | None = None,
+        after: int | None = None,
+        prefix: Behind | None = None,
+    ) -> Hinted:
+        """Tell what is known of cached texts while no request has them: it changes times, never bits.
+
+        It takes effect now, or when the running step ends, and waits for neither; texts are read while the thread of
+        the engine, or its caller, steps.
+
+        Args:
+            action: "demote": a tool runs; the text is copied to the tiers, and what it alone has is evicted before all
+                else, unless it is used again. "pin": it stays, as by `keep` of `submit`, as far as it is cached.
+                "prefetch": it comes back; it is read from the tiers, and pinned. "release": it has ended; what it alone
+                has is forgotten, in the memory of this process. "share": the head that all of the prompts begin with is
+                pinned. What alone continues a text, such as an answer, counts as its own.
+            prompts: token ids, or texts, at most 64; "share" takes two or more.
+            namespace, prefix: as of `submit`.
+            ttl: seconds that a text stays for, of "pin" and "share" (by default 300) and of "prefetch" (60 more than
+                `resume_in`).
+            resume_in: seconds until a text of "prefetch" comes back; it is read a second before that, or earlier where
+                tiers are slow. By default now.
+            after: of "demote" and "release", how many first tokens of each text stay as they are: those of the text
+                that a branch has left.
+
+        Returns:
+            How many tokens the texts have, and of how many K and V are cached now.
+
+        Raises:
+            TypeError, ValueError: as `submit`; no such action, or an argument that it does not take.
+            QueueFullError: too many texts are to be read later.
+            InvalidOperationError: the engine is closed, or its requests share nothing.
+        """
+        hash(namespace)
+        self._settings.expect(prefix)
+        expect("hint", action, self._settings.features)
+        found = [self._new.prompt(each, prefix) for each in prompts]
+        hint = Hint.of(self._steps.forward, action, found, namespace, prefix, ttl, resume_in, after)
+        hinted = hint.found(self._pool)
+        self._steps.hint(hint)
+        return hinted
 
     def prepare_grammar(
         self, grammar: Grammar, stop_token_ids: Iterable[int] = (), *, trials: Trials | None = None
@@ -308,10 +397,11 @@ class BatchEngine(NetworkEngine):
         return self._new.compiler().knows(grammar, stop_token_ids)
 
     def _sample(
-        self, prompt: Tokens, namespace: Hashable, shared: Shared, number: int, prefix: CompressedPrefix | None,
+        self, prompt: Tokens, namespace: Hashable, shared: Shared, number: int, placed: Placed,
         adapter: TextAdapter | None, watch: Callable[[], StopWatch] | None,
     ) -> Drawing:
-        request, decoder = self._new.request(prompt, shared, number, prefix, adapter), shared.decoder
+        request, decoder = self._new.request(prompt, shared, number, placed.prefix, adapter), shared.decoder
+        request.placed = placed
         make_text = None if decoder is None else partial(TextStream, decoder, prompt, shared.stop_strings)
         work = Drawing(request, make_text, self.config, namespace, self._drafter.begin(), watch)
         if self._settings.budgets is not None:
@@ -323,7 +413,10 @@ class BatchEngine(NetworkEngine):
         self._steps.enqueue(pending, works, priority, deadline)
 
     def _expect_fits(self, work: Work) -> None:
-        if (needed := self._pool.blocks_for(work.num_tokens)) > (total_blocks := self._pool.total_blocks):
+        needed, total_blocks = self._pool.blocks_for(work.num_tokens), self._pool.total_blocks
+        if isinstance(work.prefix, SeenParts):  # one block more for each that may run beside it
+            needed += sum(self._pool.blocks_for(len(each.tokens)) + 1 for each in work.prefix.texts) + 1
+        if needed > total_blocks:
             raise OutOfMemoryError(needed, total_blocks)
 
     def generate_batch(
@@ -382,6 +475,9 @@ class BatchEngine(NetworkEngine):
 
     def _checkpoint(self) -> CheckpointText | GgufText | None:
         return self._text
+
+    def _limits(self) -> tuple[Collection[str], int | None]:
+        return self._settings.features, self.max_positions
 
     def vectors(self) -> Vectors:
         """See `ChatEngine`."""

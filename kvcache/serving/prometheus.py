@@ -37,6 +37,8 @@ HELP = {
     "events_dropped": "Blocks that routers were not told of, since too many came at once.",
     "event_snapshots": "Lists of all blocks that routers were sent.",
     "event_replays": "Answers to routers that had missed events.",
+    "hints": "Hints about cached texts that were taken.",
+    "prefetched_tokens": "Tokens that were read from tiers for hints, before a request.",
     "http_responses": "Answers over HTTP, by their status.",
     "adapter_requests": "Requests to the network that named an adapter as their model.",
     "model_loads": "Loads of each model.",

@@ -11,11 +11,11 @@ import numpy as np
 from kvcache.networks.hidden_rows import HiddenRows
 from kvcache.networks.protocols import Attend, Float32, IndexRows, Model, draft_layers, layer_attention
 from kvcache.support.arguments import short
-from kvcache.texts.compressed_prefix import is_behind
+from kvcache.texts.behind import is_behind, name_of_space
 from kvcache.texts.kinds.base import Lens
 from kvcache.texts.pool import Pool
 from kvcache.texts.text import Text
-from kvcache.texts.text_adapter import base_of, is_adapted
+from kvcache.texts.text_adapter import is_adapted, name_of_adapted
 
 __all__ = ["Forward", "expect_own", "is_tied"]
 
@@ -55,15 +55,15 @@ class Forward:
         return 0 if self.regime_of is None else self.regime_of(num_tokens)
 
     def space_of(self, text: Text) -> Hashable:
-        """The namespace of cached prefixes of a text's regime, with its adapter, behind its compressed prefix."""
+        """The namespace of cached prefixes of a text's regime, with its adapter, behind what it stands behind."""
         name = text.namespace if text.adapter is None else text.adapter.space(text.namespace)
-        if text.prefix is not None:
-            return text.prefix.space(name)
-        return name if self.regime_of is None else (text.regime, name)
+        own = name if self.regime_of is None else (text.regime, name)
+        return own if text.prefix is None else text.prefix.space(own)
 
     def name_of(self, space: Any) -> Hashable:
         """The caller's name of a namespace of cached prefixes."""
-        return base_of(space[2] if is_behind(space) else space if self.regime_of is None else space[1])
+        own = name_of_space(space)
+        return name_of_adapted(own if self.regime_of is None else own[1])
 
     def run(self, pieces: Sequence[tuple[Text, int, int]]) -> list[Float32]:
         """Run pieces of one regime and one `head`, `(text, its next tokens, rows of logits)`: those of the last tokens.
@@ -79,6 +79,9 @@ class Forward:
         lens, due = np.array(counts), np.array(wanted_rows)
         stops, ends = lens.cumsum(), due.cumsum()
         positions = np.arange(len(tokens)) + (bases + starts - (stops - lens)).repeat(lens)
+        for text, stop, count in zip(texts, stops, counts, strict=True):
+            if text.prefix is not None and text.computed < len(text.prefix.places):
+                positions[stop - count : stop] = text.places_of(text.computed, count)
         rows = np.arange(ends[-1]) + (stops - ends).repeat(due)
         wanted: Any = rows
         if not len(rows):

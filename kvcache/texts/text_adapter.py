@@ -18,7 +18,7 @@ from kvcache.networks.adapter import Adapter
 from kvcache.support.arguments import short
 from kvcache.texts.text import Tokens
 
-__all__ = ["LoadedAdapter", "TextAdapter", "base_of", "is_adapted"]
+__all__ = ["LoadedAdapter", "TextAdapter", "is_adapted", "name_of_adapted"]
 
 _ADAPTED = "with an adapter"
 
@@ -96,7 +96,7 @@ def is_adapted(space: Any) -> bool:
     return isinstance(space, tuple) and len(space) == 3 and space[0] == _ADAPTED
 
 
-def base_of(space: Any) -> Hashable:
+def name_of_adapted(space: Any) -> Hashable:
     """The namespace that `TextAdapter.space` was given."""
     name: Hashable = space[2] if is_adapted(space) else space
     return name

@@ -18,7 +18,9 @@ from kvcache.server.app import make_app
 from kvcache.server.served_model import ServedModel
 
 MODEL = "tiny"
-OF_A_MODEL = ("adapters", "aliases", "plain_special_tokens", "tool_parser", "pooling", "reranker", "max_vectors")
+OF_A_MODEL = (
+    "adapters", "aliases", "plain_special_tokens", "tool_parser", "pooling", "reranker", "max_vectors", "edit_masks",
+)
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}assistant:"
 
 

@@ -359,6 +359,10 @@ class StateLayers(Layers):
             if self.cached is not None:
                 self.cached.drop(page)
 
+    def leave(self, tokens: Tokens, start: int, space: Any, at_once: bool) -> None:
+        if self.cached is not None:
+            self.cached.leave(tokens, start, space, at_once)
+
     # -- tiers ----------------------------------------------------------------------------------------------
 
     def connect(self, tiers: Tiers, name: Named, index: TierSource) -> WindowSource | None:

@@ -210,6 +210,12 @@ class WindowLayers(Layers):
                 if i >= 0:  # after a prefix that ended inside a page, the text may begin a page later
                     self.pages.adopt(ids, blocks[i : i + 1], name)
 
+    def leave(self, tokens: Tokens, start: int, space: Any, at_once: bool) -> None:
+        if self.pages is not None:
+            leave = self.pages.discard if at_once else self.pages.demote
+            for page, name in _pages(tokens, self._size, -(-start // self._size), space):
+                leave(page, name)
+
     # -- tiers ----------------------------------------------------------------------------------------------
 
     def connect(self, tiers: Tiers, name: Named, index: TierSource) -> WindowSource | None:
