@@ -83,7 +83,7 @@ class RowAdapters(NamedTuple):
         return cls(tuple(spans)) if spans else None
 
     def taken(self, rows: Any) -> RowAdapters | None:
-        """Those of some rows: of a slice, or of ascending indices."""
+        """Take some of the rows: those of a slice, or of ascending indices."""
         if isinstance(rows, slice):
             start, end = rows.start or 0, self.spans[-1][1] if rows.stop is None else rows.stop
             if not start and end >= self.spans[-1][1]:

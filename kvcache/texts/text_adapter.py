@@ -12,14 +12,15 @@ from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvcache.errors import InvalidOperationError
 from kvcache.networks.adapter import Adapter
 from kvcache.support.arguments import short
-from kvcache.texts.text import Tokens
 
 __all__ = ["LoadedAdapter", "TextAdapter", "is_adapted", "name_of_adapted"]
 
+Tokens = NDArray[np.uint32]
 _ADAPTED = "with an adapter"
 
 

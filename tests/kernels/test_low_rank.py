@@ -27,7 +27,7 @@ def product(rng, columns, ranks, outputs, format, gap=0):
 
 
 def plain(x, out, spans):
-    """What `add_low_rank` does, row by row, with the products of `Matrix.multiply`."""
+    """Do what `add_low_rank` does, row by row, with the products of `Matrix.multiply`."""
     for first, stop, each in spans:
         for row in range(first, stop):
             low, at = each.a.multiply(x[row : row + 1]), 0
@@ -39,7 +39,7 @@ def plain(x, out, spans):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_have_the_bits_of_each_alone(rng, format):
-    """Of ranks that fill no panel, of more rows than meet a matrix together, on one thread and several."""
+    """Ranks fill no panel, more rows come than meet a matrix together, and one thread runs them, or several."""
     columns, outputs = 300, (40, 17, 33)
     products = [product(rng, columns, ranks, outputs, format, gap=3) for ranks in ((16, 16, 16), (1, 5, 33), (4, 4, 8))]
     threads = get_num_threads()
