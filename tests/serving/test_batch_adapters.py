@@ -309,7 +309,7 @@ def test_what_is_refused(network):
 
 
 def test_hints_are_about_the_texts_of_their_adapter(network):
-    """What is cached, pinned and forgotten is the text with that adapter, not another one of the same tokens."""
+    """They find, pin and forget the text with that adapter, not another one of the same tokens."""
     adapters = adapters_of(network)
     engine = BatchEngine(network, num_blocks=60, block_size=8, adapters=adapters)
     for name in (None, "a"):
