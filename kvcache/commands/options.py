@@ -23,7 +23,7 @@ from kvcache.errors import CheckpointError, OutOfMemoryError
 from kvcache.kernels.kernels import FORMATS
 from kvcache.kernels.matrix import checked_activations
 from kvcache.kernels.threads import set_num_threads
-from kvcache.networks.adapter_files import read_settings
+from kvcache.networks.adapter_files import expect_settings
 from kvcache.networks.files import MAX_CONFIG_BYTES, read_file
 from kvcache.networks.weights import FORMATS as WEIGHTS
 from kvcache.networks.weights import Progress, checked_weights
@@ -134,7 +134,8 @@ def network_defaults() -> dict[str, Any]:
 
 def add_adapter(parser: argparse.ArgumentParser) -> None:
     """Add the option of the commands whose answers may all have an adapter."""
-    parser.add_argument("--adapter", metavar="PATH", help="an adapter of the model (LoRA), a folder of peft")
+    told = "an adapter of the model (LoRA): a folder of peft, or a GGUF file"
+    parser.add_argument("--adapter", metavar="PATH", help=told)
 
 
 def adapter_of(options: argparse.Namespace) -> dict[str, str]:
@@ -151,7 +152,7 @@ def expect_adapter(path: str) -> None:
     ValueError: no such folder, or settings that are not supported.
     """
     try:
-        read_settings(path)
+        expect_settings(path)
     except (FileNotFoundError, CheckpointError) as error:
         raise ValueError(f"adapter: {error}") from None
 

@@ -18,6 +18,7 @@ from kvcache.texts.behind import Behind
 from kvcache.texts.forward import Forward
 from kvcache.texts.pool import Pool
 from kvcache.texts.text import Text, Tokens
+from kvcache.texts.text_adapter import LoadedAdapter, TextAdapter
 
 __all__ = ["HINTS", "MOST_TEXTS", "Hint", "HintKind", "Hinted", "demote", "head_of"]
 
@@ -88,8 +89,11 @@ class Hint(NamedTuple):
     def of(
         cls, forward: Forward, action: Any, prompts: Sequence[Tokens], namespace: Hashable = None,
         prefix: Behind | None = None, ttl: Any = None, resume_in: Any = None, after: Any = None,
+        adapter: LoadedAdapter | None = None,
     ) -> Hint:
         """Check the arguments of a hint.
+
+        Texts with an activated adapter are those of the network itself: what follows its invocation is not cached.
 
         Raises:
             TypeError, ValueError: no such hint; too few or too many texts; an argument that it does not take, or no
@@ -108,9 +112,11 @@ class Hint(NamedTuple):
         first = 0 if after is None else as_count(after, "after", most=_MOST_AFTER)
         if kind.least > 1:
             prompts = [head_of(prompts)]
-        texts = []
+        texts, own = [], None
+        if adapter is not None and adapter.adapter.invocation_tokens is None:
+            own = TextAdapter.of(adapter, head_of(prompts))
         for tokens in prompts:
-            text = Text(tokens, namespace, prefix)
+            text = Text(tokens, namespace, prefix, own)
             text.regime = forward.regime(text.num_tokens)
             text.space = forward.space_of(text)
             texts.append(text)
