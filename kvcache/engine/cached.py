@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
@@ -12,6 +12,7 @@ from typing import Any
 
 from kvcache.engine.chat import Answer, ChatEngine, ChatPrompt
 from kvcache.engine.completion import Completion, Request
+from kvcache.engine.documents import LINK, NO_DOCUMENTS, Documents, SegmentUse
 from kvcache.engine.held_texts import HeldTexts
 from kvcache.engine.inference import InferenceEngine
 from kvcache.engine.partings import prompt_with_partings
@@ -32,7 +33,7 @@ from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
 from kvcache.texts.behind import Behind
 from kvcache.texts.block_index import PartStart
 from kvcache.texts.kv_settings import Settings
-from kvcache.texts.seen_parts import SeenPart, SeenParts
+from kvcache.texts.seen_parts import SeenParts
 from kvcache.texts.text import Text
 from kvcache.tiers.directory import DirectoryTier
 from kvcache.tiers.tiers import Tiers
@@ -144,7 +145,8 @@ class PrefixCachedEngine(ChatEngine):
 
     def generate(
         self, prompt_tokens: Any, params: SamplingParams | None = None, *, namespace: Hashable = None,
-        prefix: Behind | None = None, **sampling: Any,
+        prefix: Behind | None = None, head: Any = None, segments: Iterable[Any] | None = None, link: int = LINK,
+        **sampling: Any,
     ) -> list[int]:
         """Continue a prompt and return the new tokens; `[]` for an empty prompt.
 
@@ -157,13 +159,16 @@ class PrefixCachedEngine(ChatEngine):
             namespace: requests share blocks only within one namespace (a tenant, an adapter).
             prefix: what `InferenceEngine.compress` made of a text before the prompt, whose tokens the prompt does not
                 repeat. Requests share blocks only behind the same one.
+            head, segments, link: as of `InferenceEngine.complete`; each segment is computed once, and cached behind the
+                head.
             sampling: attributes of `SamplingParams`, in place of those of `params`.
 
         Raises:
             TypeError, ValueError: invalid tokens, parameters or length.
             InvalidOperationError: this thread has an open stream of this engine; the engine's cache was replaced.
         """
-        request = self._checked(prompt_tokens, params, sampling, namespace, prefix)
+        documents = Documents(head, segments, link)
+        request = self._checked(prompt_tokens, params, sampling, namespace, prefix, documents)
         if not len(request.tokens):
             return []
         turn = self._requests.turns.take(self.inner.version)
@@ -179,27 +184,59 @@ class PrefixCachedEngine(ChatEngine):
 
     def stream(
         self, prompt_tokens: Any, params: SamplingParams | None = None, *, namespace: Hashable = None,
-        prefix: Behind | None = None, **sampling: Any,
+        prefix: Behind | None = None, head: Any = None, segments: Iterable[Any] | None = None, link: int = LINK,
+        **sampling: Any,
     ) -> Iterator[int]:
         """Do what `generate` does, token by token; arguments are checked now, and every failure is raised.
 
         The stream has exclusive use of the engine, as with `InferenceEngine.stream`. When it ends, or is closed or
         dropped, the tokens computed so far are cached.
         """
-        request = self._checked(prompt_tokens, params, sampling, namespace, prefix)
+        documents = Documents(head, segments, link)
+        request = self._checked(prompt_tokens, params, sampling, namespace, prefix, documents)
         return self._stream_in_turn(request, namespace, whole=False) if len(request.tokens) else iter(())
 
     def complete(
         self, prompt: Any, params: SamplingParams | None = None, *, namespace: Hashable = None,
-        prefix: Behind | None = None, **sampling: Any,
+        prefix: Behind | None = None, head: Any = None, segments: Iterable[Any] | None = None, link: int = LINK,
+        **sampling: Any,
     ) -> Completion:
         """Do what `InferenceEngine.complete` does, with the prefix cache; every failure is raised.
 
         Args:
-            prompt, params, namespace, prefix, sampling: as of `generate`, but the prompt has at least one token.
+            prompt: as of `generate`, but it has at least one token.
+            params, namespace, prefix, head, segments, link, sampling: as of `generate`.
         """
-        request = self._checked(prompt, params, sampling, namespace, prefix, with_text=True)
+        documents = Documents(head, segments, link)
+        request = self._checked(prompt, params, sampling, namespace, prefix, documents, with_text=True)
         return request.complete(self._stream_in_turn(request, namespace, whole=True))
+
+    def prepare(
+        self, segments: Iterable[Any], *, head: Any = None, namespace: Hashable = None
+    ) -> list[SegmentUse]:
+        """Compute segments behind a head, so that later requests find them cached; what is cached does not run.
+
+        Args:
+            segments, head, namespace: as of `generate`.
+
+        Returns:
+            The use of each: its tokens, and those that were cached before.
+
+        Raises:
+            as `complete`.
+        """
+        self._check_cache()
+        hash(namespace)
+        placed = self._requests.new.placed([0], None, Documents(head, segments, 0))
+        if self._sequence.settings.expect(placed.prefix) is None:
+            return []
+        with self._requests.call:
+            try:
+                with HeldTexts(self._pool) as held:
+                    self._run_seen(placed.prefix, namespace, 0, held)
+                    return placed.uses(held.cached) or []
+            finally:
+                self._sequence.clear()
 
     def _checkpoint(self) -> CheckpointText | GgufText | None:
         return self._requests.text
@@ -255,14 +292,17 @@ class PrefixCachedEngine(ChatEngine):
 
     def _checked(
         self, prompt: Any, params: SamplingParams | None, sampling: dict[str, Any], namespace: Hashable,
-        prefix: Behind | None = None, *, with_text: bool = False,
+        prefix: Behind | None = None, documents: Documents = NO_DOCUMENTS, *, with_text: bool = False,
     ) -> Request:
         """A new request; its prompt may be empty."""
         self._check_cache()
         hash(namespace)  # raises TypeError here rather than in the middle of the request
         params = self.inner.sampling_params if params is None else params
-        prefix, or_empty = self._sequence.settings.expect(prefix), not with_text
-        return self._requests.request(prompt, params, sampling, with_text=with_text, or_empty=or_empty, prefix=prefix)
+        placed = self._requests.new.placed(prompt, prefix, documents)
+        self._sequence.settings.expect(placed.prefix)
+        return self._requests.request(
+            placed.prompt, params, sampling, with_text=with_text, or_empty=not with_text, placed=placed
+        )
 
     def _check_cache(self) -> None:
         """InvalidOperationError, once the blocks that are cached are not those of the engine any more."""
@@ -369,8 +409,7 @@ class PrefixCachedEngine(ChatEngine):
         text.parts_at = request.parts_at
         if isinstance(request.prefix, SeenParts):
             with HeldTexts(self._pool) as held:
-                for part in request.prefix.texts:
-                    self._run_seen(part, text, held)
+                self._run_seen(request.prefix, namespace, text.reach, held)
                 request.cached_texts = held.cached
                 rows, ran = self._run(text, request.progress, held.starts(request.prefix))
         else:
@@ -380,14 +419,20 @@ class PrefixCachedEngine(ChatEngine):
         logits: Float32 = rows[0]
         return logits
 
-    def _run_seen(self, part: SeenPart, of: Text, held: HeldTexts) -> None:
-        """Run the cached text of a part that a text sees, as far as it is not cached, and hold it."""
-        text = Text(part.tokens, of.namespace, part.behind)
-        text.least, text.regime = of.reach, self._sequence.forward.regime(of.reach)
-        if not held.find(part, self._sequence.forward.space_of(text)):
-            _, ran = self._run(text, None, held.starts(part.behind))
-            self._requests.num_prefilled += ran
-            held.add(part, text, text.num_tokens - ran)
+    def _run_seen(self, prefix: Any, namespace: Hashable, least: int, held: HeldTexts) -> None:
+        """Run the texts that a `SeenParts` has parts of, as far as they are not cached, and hold them.
+
+        `least`: tokens of the request, which decide the regime.
+        """
+        forward = self._sequence.forward
+        for part in prefix.texts:
+            text = Text(part.tokens, namespace, part.behind)
+            text.least = least
+            text.regime = forward.regime(text.reach)
+            if not held.find(part, forward.space_of(text)):
+                _, ran = self._run(text, None, held.starts(part.behind))
+                self._requests.num_prefilled += ran
+                held.add(part, text, text.num_tokens - ran)
 
     def _run(
         self, text: Text, progress: Progress | None = None, parts: Sequence[PartStart] = ()

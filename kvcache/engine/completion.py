@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.engine.documents import Placed, SegmentUse
 from kvcache.kernels.functions import log_sums
 from kvcache.networks.protocols import Float32
 from kvcache.networks.tokens import as_tokens
@@ -46,7 +47,9 @@ class Completion:
         finish_reason: "stop" after a stop token or a stop string; "length" after `max_tokens` or at the network's last
             position.
         logprobs: for each token its `TokenLogprobs`; None unless `SamplingParams.logprobs` asked for them.
-        cached_tokens: the number of prompt tokens whose K and V came from a prefix cache.
+        cached_tokens: the number of prompt tokens whose K and V came from a prefix cache: of a request with
+            segments, those of the text behind them.
+        segments: for each segment its `SegmentUse`; None: there are none.
     """
 
     tokens: list[int]
@@ -54,6 +57,7 @@ class Completion:
     finish_reason: FinishReason
     logprobs: list[TokenLogprobs] | None
     cached_tokens: int
+    segments: list[SegmentUse] | None = None
 
 
 class Request:
@@ -73,6 +77,7 @@ class Request:
         logprobs: one entry per new token, if they are reported.
         cached_tokens: the number of prompt tokens that did not run.
         cached_texts: of each cached text that it sees parts of the number of tokens that did not run.
+        placed: what its prompt was made of; None: of a prompt alone.
         is_complete: whether all its text has come.
         parts_at: see `Text`.
         progress: called while its prompt runs, see `PrefixCachedEngine.chat`; None: nothing is.
@@ -90,6 +95,7 @@ class Request:
         self.logprobs: list[TokenLogprobs] | None = None
         self.cached_tokens = 0
         self.cached_texts: dict[TextKey, int] = {}
+        self.placed: Placed | None = None
         self.is_complete = False
         self.progress: Callable[[int, int], None] | None = None
         self._pieces = deque[str]()
@@ -126,7 +132,13 @@ class Request:
             self.logprobs = []
         tokens: list[int] = []
         text = "".join(self.pieces(new, tokens))
-        return Completion(tokens, None if self.text is None else text, self.end, self.logprobs, self.cached_tokens)
+        own = None if self.text is None else text
+        return Completion(tokens, own, self.end, self.logprobs, self.cached_tokens, self.segments)
+
+    @property
+    def segments(self) -> list[SegmentUse] | None:
+        """The use of each segment; None: there are none."""
+        return None if self.placed is None else self.placed.uses(self.cached_texts)
 
 
 def logprobs_of(logits: Float32, token: int, count: int) -> TokenLogprobs:

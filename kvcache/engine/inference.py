@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from kvcache.engine.chat import Answer
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.compression import compressed
 from kvcache.engine.current import CurrentText, Share
+from kvcache.engine.documents import LINK, NO_DOCUMENTS, Documents
 from kvcache.engine.network_engine import NetworkEngine
 from kvcache.engine.opening import open_drafts
 from kvcache.engine.requests import Requests
@@ -279,7 +280,7 @@ class InferenceEngine(NetworkEngine):
 
     def complete(
         self, prompt: Any, params: SamplingParams | None = None, *, prefix: Behind | None = None,
-        **sampling: Any,
+        head: Any = None, segments: Iterable[Any] | None = None, link: int = LINK, **sampling: Any,
     ) -> Completion:
         """Continue a prompt: the new tokens, their text and why it ended; log-probabilities if `params` asks for them.
 
@@ -288,7 +289,12 @@ class InferenceEngine(NetworkEngine):
         Args:
             prompt: at least one token id; or a text, if the engine has a tokenizer.
             params: how to sample; by default the engine's `sampling_params`.
-            prefix: what `compress` made of a text before the prompt, whose tokens the prompt does not repeat.
+            prefix: what `compress` made of a text before the prompt, whose tokens the prompt does not repeat; or a
+                `SeenParts`.
+            head: the text before segments, or token ids: a system prompt.
+            segments: documents between the head and the prompt, `Segment`s, texts or token ids. Each sees the head and
+                itself alone, and the prompt sees all, at positions behind all: another answer than that of one text.
+            link: this many first tokens of each segment but the first run again in place, and see all before them.
             sampling: attributes of `SamplingParams`, in place of those of `params`: `complete(text, max_tokens=8)`.
 
         Raises:
@@ -298,19 +304,21 @@ class InferenceEngine(NetworkEngine):
             InvalidOperationError: this thread has an open stream of this engine.
             OutOfMemoryError: the cache is too small.
         """
-        request = self._request(prompt, params, sampling, with_text=True, prefix=prefix)
+        documents = Documents(head, segments, link)
+        request = self._request(prompt, params, sampling, documents, with_text=True, prefix=prefix)
         return request.complete(self.requests.stream(request, whole=True))
 
     def generate(
         self, prompt_tokens: Any, params: SamplingParams | None = None, *, prefix: Behind | None = None,
-        **sampling: Any,
+        head: Any = None, segments: Iterable[Any] | None = None, link: int = LINK, **sampling: Any,
     ) -> list[int]:
         """Do what `complete` does, and return the new tokens alone."""
-        return list(self.requests.stream(self._request(prompt_tokens, params, sampling, prefix=prefix), whole=True))
+        request = self._request(prompt_tokens, params, sampling, Documents(head, segments, link), prefix=prefix)
+        return list(self.requests.stream(request, whole=True))
 
     def stream(
         self, prompt_tokens: Any, params: SamplingParams | None = None, *, prefix: Behind | None = None,
-        **sampling: Any,
+        head: Any = None, segments: Iterable[Any] | None = None, link: int = LINK, **sampling: Any,
     ) -> Iterator[int]:
         """Do what `generate` does, token by token: check the arguments now, run the prompt at the first `next`.
 
@@ -319,7 +327,8 @@ class InferenceEngine(NetworkEngine):
         So does the next token of a stream if another call of that thread has changed the sequence. A stream may be
         continued on another thread.
         """
-        return self.requests.stream(self._request(prompt_tokens, params, sampling, prefix=prefix), whole=False)
+        request = self._request(prompt_tokens, params, sampling, Documents(head, segments, link), prefix=prefix)
+        return self.requests.stream(request, whole=False)
 
     def chat(
         self, messages: Any, params: SamplingParams | None = None, *, tools: Any = None, template: Any = None,
@@ -485,7 +494,11 @@ class InferenceEngine(NetworkEngine):
             raise ValueError("policy: expected one with token ids, since the engine has no tokenizer, got texts")
         return encoded(self.tokenizer, text, "policy", add_special_tokens=False)
 
-    def _request(self, prompt: Any, params: SamplingParams | None, sampling: dict[str, Any], **options: Any) -> Request:
-        self._settings.expect(options.get("prefix"))
+    def _request(
+        self, prompt: Any, params: SamplingParams | None, sampling: dict[str, Any], documents: Documents = NO_DOCUMENTS,
+        *, prefix: Behind | None = None, **options: Any,
+    ) -> Request:
+        placed = self.requests.new.placed(prompt, prefix, documents)
+        self._settings.expect(placed.prefix)
         params = self.sampling_params if params is None else params
-        return self.requests.request(prompt, params, sampling, **options)
+        return self.requests.request(placed.prompt, params, sampling, placed=placed, **options)

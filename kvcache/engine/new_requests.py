@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.engine.completion import Request, as_prompt
+from kvcache.engine.documents import Documents, Placed, place
 from kvcache.grammar.compiler import GrammarCompiler
 from kvcache.grammar.grammar import Grammar
 from kvcache.grammar.matcher import Matcher
@@ -147,6 +148,17 @@ class NewRequests:
         if len(tokens) or not or_empty:
             self.check_span(tokens, base_of(prefix))
         return tokens
+
+    def placed(
+        self, prompt: Any, prefix: Behind | None, documents: Documents, features: Collection[str] | None = None
+    ) -> Placed:
+        """A prompt behind what stands before it; see `place`.
+
+        Args:
+            features: those of the request beside those of the engine.
+        """
+        expect("segments", documents.segments, {*self._features, *(features or ())})
+        return place(prompt, prefix, documents, self._tokenizer, self._config.vocab_size)
 
     def check_span(self, tokens: NDArray[np.uint32], pos: int) -> None:
         """Raise ValueError unless there is a token, all positions from `pos` on exist, and texts are continued."""

@@ -16,6 +16,7 @@ from kvcache.drafts.drafter import Drafter
 from kvcache.drafts.sources import DraftSources
 from kvcache.engine.completion import Request, as_prompt
 from kvcache.engine.current import CurrentText
+from kvcache.engine.documents import Placed
 from kvcache.engine.drawn_tokens import DrawnTokens
 from kvcache.engine.new_requests import NewRequests
 from kvcache.engine.text_rows import TextRows, common_tokens
@@ -88,7 +89,7 @@ class Requests:
 
     def request(
         self, prompt: Any, params: SamplingParams, sampling: Mapping[str, Any], *, with_text: bool = False,
-        or_empty: bool = False, is_history: bool = False, prefix: Behind | None = None,
+        or_empty: bool = False, is_history: bool = False, placed: Placed | None = None,
     ) -> Request:
         """A new request, checked; adds one to the count of requests.
 
@@ -98,19 +99,21 @@ class Requests:
             with_text: whether the request reports its text, if there is a tokenizer.
             or_empty: whether the prompt may be empty.
             is_history: whether the tokens of the prompt ran already; there may be any number of them.
-            prefix: what its text stands behind.
+            placed: what its text stands behind, and its prompt, which is `prompt`.
 
         Raises:
             TypeError, ValueError: as `InferenceEngine.complete`; a token of `logit_bias` is outside the vocabulary;
                 stop strings, or a text, without a tokenizer.
         """
         params, new = as_instance(params, SamplingParams, "params").changed(sampling), self.new
+        prefix = None if placed is None else placed.prefix
         if is_history:
             tokens = as_prompt(prompt, lambda: self.tokenizer, self.config.vocab_size)
         else:
             tokens = new.prompt(prompt, prefix, or_empty=or_empty)
         shared = new.shared(params, with_text)
         request = new.request(tokens, shared, prefix=prefix)
+        request.placed = placed
         if shared.decoder is not None:
             request.text = TextStream(shared.decoder, tokens, shared.stop_strings)
         return request

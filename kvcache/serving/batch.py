@@ -13,6 +13,7 @@ from kvcache.core.memory import total
 from kvcache.drafts.draft_pace import MOST_DRAFTS
 from kvcache.drafts.sources import DraftSources
 from kvcache.engine.completion import as_prompt
+from kvcache.engine.documents import LINK, Documents, Placed
 from kvcache.engine.network_engine import NetworkEngine
 from kvcache.engine.new_requests import NewRequests, Shared
 from kvcache.engine.opening import open_drafts
@@ -38,6 +39,7 @@ from kvcache.serving.pins import as_kept
 from kvcache.serving.progress import Progress
 from kvcache.serving.request import Pending, Request
 from kvcache.serving.scheduler import Scheduler
+from kvcache.serving.seen_texts import PreparedSegments, SeenText
 from kvcache.serving.stats import BatchStats, NamespaceStats
 from kvcache.serving.steps import Steps
 from kvcache.serving.work import Drawing, Reading, Scoring, Work
@@ -198,6 +200,9 @@ class BatchEngine(NetworkEngine):
         keep: float | Iterable[tuple[int, float]] | None = None,
         parts_at: Iterable[int] = (),
         prefix: Behind | None = None,
+        head: Any = None,
+        segments: Iterable[Any] | None = None,
+        link: int = LINK,
         prompt_logprobs: int | None = None,
         watch: Callable[[], StopWatch] | None = None,
         **sampling: Any,
@@ -223,6 +228,8 @@ class BatchEngine(NetworkEngine):
                 network whose layers keep a state keeps it there; of no use to others.
             prefix: what `InferenceEngine.compress` made of a text before the prompt, whose tokens the prompt does not
                 repeat. Requests share blocks only behind the same one.
+            head, segments, link: as of `InferenceEngine.complete`. Each segment runs once for all requests that have
+                it, as an ordinary prompt behind the head, and stays cached. `keep` is of what follows the segments.
             prompt_logprobs: report the log-probability of each token of the prompt, and of this many most likely ones
                 beside it, as `Request.prompt_logprobs`. The prompt then shares no blocks, `keep` and `prefix` are not
                 for it, and with `max_tokens` 0 nothing else is computed.
@@ -237,7 +244,9 @@ class BatchEngine(NetworkEngine):
             InvalidOperationError: the engine is closed.
         """
         hash(namespace)  # raises TypeError here rather than in the middle of a step
-        self._settings.expect(prefix)
+        documents = Documents(head, segments, link)
+        placed = self._new.placed(prompt, prefix, documents, set() if prompt_logprobs is None else {"logprobs"})
+        prompt, prefix = placed.prompt, self._settings.expect(placed.prefix)
         if self._events is not None:
             self._events.expect(namespace)
         priority, n = as_integer(priority, "priority"), as_count(n, "n", 1)
@@ -254,7 +263,7 @@ class BatchEngine(NetworkEngine):
             features = self._settings.features | (set() if top is None else {"logprobs"})
             expect("keep", keep, features)
             expect("prefix: of parts of cached texts" if isinstance(prefix, SeenParts) else "prefix", prefix, features)
-        samples = [self._sample(prompt, namespace, shared, i, prefix, watch) for i in range(n)]
+        samples = [self._sample(prompt, namespace, shared, i, placed, watch) for i in range(n)]
         if kept is not None:
             samples[0].keep = kept
         if top is not None:
@@ -268,6 +277,36 @@ class BatchEngine(NetworkEngine):
         request = Request(self._steps, samples)
         self._enqueue(request, samples, priority, deadline)
         return request
+
+    def prepare(
+        self, segments: Iterable[Any], *, head: Any = None, namespace: Hashable = None, priority: int = 0,
+        deadline: float | None = None, keep: float | None = None,
+    ) -> PreparedSegments:
+        """Queue segments behind a head, so that later requests find them cached.
+
+        Args:
+            segments, head, namespace, priority, deadline: as of `submit`.
+            keep: seconds that their full blocks stay cached for, with the limits of `keep` of `submit`.
+
+        Raises:
+            as `submit`.
+        """
+        hash(namespace)
+        placed = self._new.placed([0], None, Documents(head, segments, 0))
+        if self._events is not None:
+            self._events.expect(namespace)
+        priority = as_integer(priority, "priority")
+        deadline = None if deadline is None else as_finite(deadline, "deadline", 0.0)
+        seen, works = self._settings.expect(placed.prefix), list[SeenText]()
+        for part in seen.texts if isinstance(seen, SeenParts) else ():
+            works.append(SeenText(part, namespace))
+            if keep is not None:
+                works[-1].keep = as_kept(keep, len(part.tokens), self._pool.block_size)
+            self._expect_fits(works[-1])
+        prepared = PreparedSegments(self._steps, works, placed)
+        if works:
+            self._steps.enqueue(prepared, works, priority, deadline)
+        return prepared
 
     def prepare_grammar(
         self, grammar: Grammar, stop_token_ids: Iterable[int] = (), *, trials: Trials | None = None
@@ -296,10 +335,11 @@ class BatchEngine(NetworkEngine):
         return self._new.compiler().knows(grammar, stop_token_ids)
 
     def _sample(
-        self, prompt: Tokens, namespace: Hashable, shared: Shared, number: int, prefix: Behind | None,
+        self, prompt: Tokens, namespace: Hashable, shared: Shared, number: int, placed: Placed,
         watch: Callable[[], StopWatch] | None,
     ) -> Drawing:
-        request, decoder = self._new.request(prompt, shared, number, prefix), shared.decoder
+        request, decoder = self._new.request(prompt, shared, number, placed.prefix), shared.decoder
+        request.placed = placed
         make_text = None if decoder is None else partial(TextStream, decoder, prompt, shared.stop_strings)
         work = Drawing(request, make_text, self.config, namespace, self._drafter.begin(), watch)
         if self._settings.budgets is not None:

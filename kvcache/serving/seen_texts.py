@@ -9,16 +9,19 @@ A work that gives up its sequence gives up its parts too. What runs for it goes 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import count
 
+from kvcache.engine.documents import Placed, SegmentUse
 from kvcache.networks.protocols import Float32
+from kvcache.serving.request import Pending, Stepping
 from kvcache.serving.work import FinishReason, Work
 from kvcache.texts.behind import Part, name_of_space
 from kvcache.texts.pool import Pool
 from kvcache.texts.seen_parts import TextKey
 
-__all__ = ["SeenText", "SeenTexts"]
+__all__ = ["PreparedSegments", "SeenText", "SeenTexts"]
 
 Key = tuple[Hashable, TextKey]
 
@@ -50,6 +53,32 @@ class SeenText(Work):
 
     def mend(self) -> None:
         """Nothing: nothing is drawn."""
+
+
+class PreparedSegments(Pending):
+    """The result of `BatchEngine.prepare`.
+
+    Args:
+        steps: that the texts run in.
+        texts: those of the segments, and of the head.
+        placed: what the segments are.
+    """
+
+    def __init__(self, steps: Stepping, texts: Sequence[SeenText], placed: Placed) -> None:
+        super().__init__(steps, texts)
+        self._texts, self._placed = texts, placed
+
+    def result(self, timeout: float | None = None) -> list[SegmentUse]:
+        """Wait until all are cached: the use of each segment, its tokens and those that were cached before.
+
+        Raises:
+            TimeoutError: as `Request.result`.
+            InvalidOperationError: they were cancelled.
+            Exception: what a text failed with.
+        """
+        self.wait(lambda: self.is_finished, timeout)
+        self.expect_end()
+        return self._placed.uses({each.part.key: each.cached_tokens for each in self._texts}) or []
 
 
 class SeenTexts:
@@ -91,8 +120,16 @@ class SeenTexts:
             if work not in text.seen_by:
                 text.seen_by.append(work)
 
+    def is_cached(self, text: SeenText) -> bool:
+        """Whether all tokens of a text are cached; a use of them."""
+        with ExitStack() as held:
+            index = self._pool.block_index
+            return index is not None and index.hold_part(text.part, text.space, held, again=False) is not None
+
     def give(self, text: SeenText) -> None:
         """Give the works that lack a text, which has run, their parts of it."""
+        if text.seq_id < 0:
+            return
         self._pool.keep_whole(text)
         for work in text.seen_by:
             if work.seq_id < 0 or work.prefix is None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvcache.drafts.text_drafts import TextDrafts
 from kvcache.engine.completion import Request, TokenLogprobs, logprobs_of
+from kvcache.engine.documents import SegmentUse
 from kvcache.engine.requests import log_probabilities
 from kvcache.engine.text_rows import TextRows
 from kvcache.grammar.matcher import Matcher
@@ -161,6 +162,7 @@ class Drawing(Work):
         self._sampler, self._request, self._make_text = request.sampler, request, make_text
         self._make_watch: Callable[[], StopWatch] | None = make_watch or make_text if request.params.stop else None
         self._watched = None if self._make_watch is None else self._make_watch()
+        request.cached_texts = self.cached_texts
         if request.params.logprobs is not None:
             request.logprobs = []
         self._most = config.max_position_embeddings - self.base
@@ -187,6 +189,11 @@ class Drawing(Work):
     def logprobs(self) -> list[TokenLogprobs] | None:
         """The log-probabilities of the new tokens; None: they are not reported."""
         return self._request.logprobs
+
+    @property
+    def segments(self) -> list[SegmentUse] | None:
+        """The use of each segment; None: there are none."""
+        return self._request.segments
 
     @property
     def num_new(self) -> int:

@@ -52,8 +52,9 @@ class Exclusion(NamedTuple):
 
 
 _UNLIKE = ("window", "state", "silent", "index", "latent", "shared", "sizes", "positions", "both ways")
-_WHOLE_ALONE = ("eviction", "sparse", "residual", "window", "state", "index", "shared", "both ways")
 _CHOOSES = "a policy chooses among the tokens of layers that are alike, at positions that stay"
+_ELSEWHERE = "eviction", "sparse", "residual", "window", "state", "index", "shared", "both ways", "logprobs"
+_AS_STORED = "tokens are read at other places than they were computed at, all of them, as they are stored"
 _ENDS = "the text of a grammar ends where nothing may follow"
 EXCLUSIONS = {row.setting: row for row in (
     Exclusion("eviction_policy", "none", _UNLIKE, _CHOOSES),
@@ -65,11 +66,9 @@ EXCLUSIONS = {row.setting: row for row in (
     ),
     Exclusion("generate", "none", ("both ways",), "the rows of a text depend on its last token: embed runs it whole"),
     Exclusion("prefix", "None", ("eviction", "sparse", "logprobs"), "its heads have tokens of their own, which stay"),
-    Exclusion("kvcache_mode", "recompute", _WHOLE_ALONE, "tokens behind an edit see parts of the text before it"),
-    Exclusion(
-        "prefix: of parts of cached texts", "None", (*_WHOLE_ALONE, "logprobs"),
-        "its tokens are read at other places than they were computed at, all of them, as they are stored",
-    ),
+    Exclusion("prefix: of parts of cached texts", "None", _ELSEWHERE, _AS_STORED),
+    Exclusion("segments", "None", _ELSEWHERE, _AS_STORED),
+    Exclusion("kvcache_mode", "recompute", _ELSEWHERE, "tokens behind an edit see parts of the text before it"),
     Exclusion("embed", "none", ("eviction",), "a vector is of all tokens of its text"),
     Exclusion("keep", "none", ("eviction", "logprobs"), "such requests share no blocks, so none stay cached"),
     Exclusion("tiers", "none", ("eviction", "both ways"), "blocks with holes are of no use to another text"),
