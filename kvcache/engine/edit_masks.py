@@ -1,7 +1,7 @@
 """Edits by masks: the tokens of cleared results stay in the text, and those behind an edit do not see them.
 
-An edit is made at a token: those before it have seen the result, and keep their K and V. That is the first one which was
-new to the request that cleared the result: behind the answer before it, or behind the result where that is new itself.
+An edit is made at a token: those before it have seen the result, and keep their K and V. It is the first one that was
+new to the request which cleared the result: behind the answer before it, or behind the result where that is new itself.
 At which tokens the edits of a conversation were made follows from its messages, so a conversation that is sent again
 sees the same.
 """
@@ -102,7 +102,7 @@ class EditMasks:
 
 
 def seen_by(tokens: Sequence[int] | Tokens, chain: Chain) -> SeenParts | None:
-    """What the tokens behind the last edit of a text see of those before it; None: there are no edits."""
+    """Make the value of what the tokens behind the last edit of a text see before them; None: there are no edits."""
     ids, start, seen = np.asarray(tokens, np.uint32), 0, None
     for stop, spans in chain:
         seen = SeenParts.of_edit(ids[start:stop], spans, seen)

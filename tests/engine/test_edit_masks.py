@@ -167,6 +167,8 @@ def test_a_cold_text_has_the_bits_of_a_warm_one(path, tmp_path):
         same(turns(warm, TALKS[1])[-1], wanted[1])
         answer = warm.chat(TALKS[1], GREEDY, edits=[MASK])
         assert ([*answer] and answer.tokens) == wanted[1].tokens
+        assert answer.prompt_tokens == len(whole(warm, warm.chat_prompt(TALKS[1]), TALKS[1]))
+        assert answer.prompt_tokens - 17 < answer.cached_tokens <= answer.prompt_tokens
         assert answer.applied_edits
         more |= {"dtype": dtype}
         for blocks, folder in BATCHES[: 4 if dtype == "f16" else 1]:
