@@ -295,7 +295,7 @@ def test_what_does_not_go_with_segments_is_refused_by_name(network):
         (lambda: engine.generate(QUESTION, segments=segments, prefix=prefix), ValueError, "prefix: expected None"),
         (lambda: engine.generate(QUESTION, segments=segments, link=-1), ValueError, "link"),
         (lambda: engine.generate(np.ones(500, int), segments=segments), ValueError, "tokens: expected positions below"),
-        (lambda: BatchEngine(network, num_blocks=6).submit(QUESTION, segments=segments), OutOfMemoryError, "blocks"),
+        (lambda: BatchEngine(network, num_blocks=5).submit(QUESTION, segments=segments), OutOfMemoryError, "blocks"),
         (lambda: SeenPart(HEAD, ((3, 3),)), ValueError, "ranges"),
         (lambda: SeenPart(HEAD, ((3, 4),), -1), ValueError, "offset"),
         (lambda: SeenParts((SeenPart(HEAD, ((0, 21),)),), 20), ValueError, "parts: expected tokens before"),
