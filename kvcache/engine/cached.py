@@ -299,7 +299,7 @@ class PrefixCachedEngine(ChatEngine):
         hash(namespace)  # raises TypeError here rather than in the middle of the request
         params = self.inner.sampling_params if params is None else params
         placed = self._requests.new.placed(prompt, prefix, documents)
-        self._sequence.settings.expect(placed.prefix)
+        self._sequence.settings.expect(placed.prefix, self._requests.new.features)
         return self._requests.request(
             placed.prompt, params, sampling, with_text=with_text, or_empty=not with_text, placed=placed
         )

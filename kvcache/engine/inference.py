@@ -499,6 +499,6 @@ class InferenceEngine(NetworkEngine):
         *, prefix: Behind | None = None, **options: Any,
     ) -> Request:
         placed = self.requests.new.placed(prompt, prefix, documents)
-        self._settings.expect(placed.prefix)
+        self._settings.expect(placed.prefix, self.requests.new.features)
         params = self.sampling_params if params is None else params
         return self.requests.request(placed.prompt, params, sampling, placed=placed, **options)

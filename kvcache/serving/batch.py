@@ -246,7 +246,7 @@ class BatchEngine(NetworkEngine):
         hash(namespace)  # raises TypeError here rather than in the middle of a step
         documents = Documents(head, segments, link)
         placed = self._new.placed(prompt, prefix, documents, set() if prompt_logprobs is None else {"logprobs"})
-        prompt, prefix = placed.prompt, self._settings.expect(placed.prefix)
+        prompt, prefix = placed.prompt, self._settings.expect(placed.prefix, self._new.features)
         if self._events is not None:
             self._events.expect(namespace)
         priority, n = as_integer(priority, "priority"), as_count(n, "n", 1)

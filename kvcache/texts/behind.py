@@ -50,6 +50,7 @@ class Behind(Protocol):
         num_tokens: the position of the text's first token behind all of it.
         places: the positions of the text's first tokens where these lie among it, ascending; else empty.
         parts: the parts of cached texts that a query sees; empty: `attend` attends.
+        sinces, offsets: those of the parts, int64.
     """
 
     @property
@@ -58,6 +59,10 @@ class Behind(Protocol):
     def places(self) -> Int64: ...
     @property
     def parts(self) -> Sequence[Part]: ...
+    @property
+    def sinces(self) -> Int64: ...
+    @property
+    def offsets(self) -> Int64: ...
 
     def space(self, namespace: Hashable) -> Hashable:
         """The namespace of cached blocks of the texts behind it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,8 +83,11 @@ class CacheSettings(CacheArguments):
             raise ValueError(f"max_state_bytes: expected 0 or at least {own}, the bytes of a state, got {limit}")
         return replace(self, max_state_bytes=limit)
 
-    def expect(self, prefix: Behind | None) -> Behind | None:
+    def expect(self, prefix: Behind | None, features: Collection[str] | None = None) -> Behind | None:
         """Check that texts may stand behind a prefix, and return it.
+
+        Args:
+            features: `self.features`, where they are known.
 
         Raises:
             TypeError: another kind; a network that turns no queries to other positions.
@@ -94,7 +97,8 @@ class CacheSettings(CacheArguments):
         if prefix is None:
             return None
         if isinstance(prefix, SeenParts):
-            expect("prefix: of parts of cached texts", prefix, self.features)
+            found = self.features if features is None else features
+            expect("prefix: of parts of cached texts", prefix, found)
             expect_turning(self.model, "sink_rows", "prefix", "texts that see parts of cached texts")
             return prefix
         as_instance(prefix, CompressedPrefix, "prefix").expect(self.model)

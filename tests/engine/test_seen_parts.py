@@ -246,7 +246,8 @@ def test_requests_have_segments(network):
     got = engine.complete(QUESTION, PARAMS, **options)
     assert key(got) == key(want)
     assert (want.segments, got.segments) == (None, [(None, 40, 0), ("b", 33, 0), (None, 10, 0)])
-    assert engine.generate(QUESTION, PARAMS, **options) == list(engine.stream(QUESTION, PARAMS, **options)) == want.tokens
+    assert engine.generate(QUESTION, PARAMS, **options) == want.tokens
+    assert list(engine.stream(QUESTION, PARAMS, **options)) == want.tokens
     other = engine.complete(QUESTION, PARAMS, link=0, **options)
     prefix, own = segmented((0, 1, 2), 0)
     assert key(other) == key(engine.complete(own, PARAMS, prefix=prefix)) != key(want)
@@ -284,7 +285,7 @@ def test_what_does_not_go_with_segments_is_refused_by_name(network):
         (of(dtype="q4"), ValueError, "segments: expected None with a residual_length"),
         (of(Windowed(network, 12)), ValueError, "segments: expected None with layers that have a window"),
         (of(StateNetwork("one of each")), ValueError, "segments: expected None with layers that keep a state"),
-        (lambda: InferenceEngine(network, dtype="q4").score(QUESTION, prefix=prefix), ValueError, "prefix: expected None"),
+        (lambda: InferenceEngine(network, dtype="q4").score(QUESTION, prefix=prefix), ValueError, "prefix: expected"),
         (lambda: BatchEngine(network).submit(QUESTION, segments=segments, prompt_logprobs=0), ValueError,
          "segments: expected None with prompt_logprobs"),
         (lambda: engine.generate(QUESTION, segments=[[]]), ValueError, "segments: expected at least one token in each"),
@@ -294,7 +295,7 @@ def test_what_does_not_go_with_segments_is_refused_by_name(network):
         (lambda: engine.generate(QUESTION, segments=segments, prefix=prefix), ValueError, "prefix: expected None"),
         (lambda: engine.generate(QUESTION, segments=segments, link=-1), ValueError, "link"),
         (lambda: engine.generate(np.ones(500, int), segments=segments), ValueError, "tokens: expected positions below"),
-        (lambda: BatchEngine(network, num_blocks=6).submit(QUESTION, segments=segments, head=HEAD), OutOfMemoryError, "blocks"),
+        (lambda: BatchEngine(network, num_blocks=5).submit(QUESTION, segments=segments), OutOfMemoryError, "blocks"),
         (lambda: SeenPart(HEAD, ((3, 3),)), ValueError, "ranges"),
         (lambda: SeenPart(HEAD, ((3, 4),), -1), ValueError, "offset"),
         (lambda: SeenParts((SeenPart(HEAD, ((0, 21),)),), 20), ValueError, "parts: expected tokens before"),

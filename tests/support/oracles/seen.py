@@ -1,4 +1,4 @@
-"""Texts that see parts of cached texts, as one dense pass with an explicit mask in float64: nothing is cached or merged.
+"""Texts that see parts of cached texts, as a dense pass with an explicit mask in float64: nothing is cached or merged.
 
 Each cached text stands in the pass once for each place that it is seen at, at the positions of that place. Distances
 within it are those of its own text, so its rows are the same; no query is turned. Where queries grow with positions, as
@@ -85,7 +85,7 @@ def seen_logits(model, own, prefix):
 
 
 def seen_positions(prefix, count):
-    """For each of the first `count` tokens of a text: the positions that it sees, its own included, with repetitions."""
+    """For each of the first `count` tokens of a text the positions that it sees, with repetitions."""
     texts = MaskedTexts.__new__(MaskedTexts)
     texts.begin()
     rows = texts.add(np.zeros(count, np.uint32), prefix)
