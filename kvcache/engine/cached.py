@@ -325,7 +325,7 @@ class PrefixCachedEngine(ChatEngine):
         params = self.inner.sampling_params if params is None else params
         loaded, features = self.adapters.find(adapter), () if adapter is None else ("adapter",)
         placed = self._requests.new.placed(prompt, prefix, documents, features)
-        self._sequence.settings.expect(placed.prefix, adapter)
+        self._sequence.settings.expect(placed.prefix, adapter, self._requests.new.features)
         return self._requests.request(
             placed.prompt, params, sampling, with_text=with_text, or_empty=not with_text, placed=placed, adapter=loaded
         )

@@ -259,7 +259,7 @@ class BatchEngine(NetworkEngine):
         documents = Documents(head, segments, link)
         given = {"logprobs": prompt_logprobs, "adapter": adapter}
         placed = self._new.placed(prompt, prefix, documents, {name for name in given if given[name] is not None})
-        prompt, prefix = placed.prompt, self._settings.expect(placed.prefix, adapter)
+        prompt, prefix = placed.prompt, self._settings.expect(placed.prefix, adapter, self._new.features)
         loaded = self.adapters.find(adapter)
         if self._events is not None:
             self._events.expect(namespace)
