@@ -183,7 +183,7 @@ def envelope(*actions):
 
 
 def found(served, body, *actions):
-    """What the answer says of each action: what it is, whether it was accepted, and its tokens."""
+    """Give hints; the kind of each action, whether it was accepted, and its tokens, as the answer says."""
     status, answer = hinted(served, body | envelope(*actions))
     said = status, answer.get("object"), answer.get("model"), answer.get("message_id")
     assert said == (200, "cache.hints", MODEL, "m1"), answer
