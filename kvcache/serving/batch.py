@@ -359,12 +359,14 @@ class BatchEngine(NetworkEngine):
 
         Raises:
             TypeError, ValueError: as `submit`; no such action, or an argument that it does not take.
-            QueueFullError: too many texts are to be read later.
-            InvalidOperationError: the engine is closed, or its requests share nothing.
+            QueueFullError: too many hints wait for the end of a step, or texts for their time.
+            InvalidOperationError: the engine is closed.
         """
         expect_own(namespace)
         self._settings.expect(prefix, adapter)
         expect("hint", action, self._settings.features)
+        if self._events is not None:
+            self._events.expect(namespace)
         found = [self._new.prompt(each, prefix) for each in prompts]
         loaded = self.adapters.find(adapter)
         hint = Hint.of(self._steps.forward, action, found, namespace, prefix, ttl, resume_in, after, loaded)

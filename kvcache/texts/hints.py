@@ -27,7 +27,7 @@ _MOST_SECONDS, _MOST_AFTER = 24 * 3600.0, 2**31
 
 
 class HintKind(NamedTuple):
-    """What a hint takes beside texts.
+    """The arguments of a hint beside its texts.
 
     Attributes:
         ttl: seconds that texts stay for where none are given; None: it takes none.
@@ -55,7 +55,7 @@ HINTS = {
 
 
 class Hinted(NamedTuple):
-    """What is known of the texts of a hint when it is given.
+    """The state of the texts of a hint when it is given.
 
     Attributes:
         action: a name of `HINTS`.
@@ -123,7 +123,7 @@ class Hint(NamedTuple):
         return cls(action, tuple(texts), seconds, due, first)
 
     def found(self, pool: Pool) -> Hinted:
-        """What the index of a pool has of its texts now; waits for no step."""
+        """Count what the index of a pool has of its texts now; waits for no step."""
         index, tokens = pool.block_index, sum(text.num_tokens for text in self.texts)
         if index is None:
             return Hinted(self.action, tokens, 0)
