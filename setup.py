@@ -60,8 +60,8 @@ MODULES = [] if DEBUG else ["-O1"]
 # -g1: the line numbers of a report. -Og: half of the compile time of -O1, with the same checks; kernels run too slowly.
 CHECK = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1", "-Og"] if SANITIZE else []
 
-# The checks of pointers take half as long again: one level of the kernels has them, not scalar, whose compilation takes longest.
-# ASan reports a wrong pointer that is used.
+# The checks of pointers take half as long again: one level of the kernels has them, not scalar, which takes longest
+# to compile. ASan reports a wrong pointer that is used.
 UNCHECKED_POINTERS = ["-fno-sanitize=null,object-size,pointer-overflow"]
 
 # gcov counts the kernels and, by the lines that Cython says its C is of, the modules, at -O0 where no line is merged
