@@ -48,7 +48,7 @@ class Divergence:
 
 
 def tails(kl: npt.NDArray[np.float64]) -> dict[str, float]:
-    """What 1 % and 0.1 % of the tokens exceed: a mean hides the few tokens that change what follows."""
+    """The KL divergence that 1 % and 0.1 % of the tokens exceed: a mean hides the few that change what follows."""
     return {"kl_p99": float(np.quantile(kl, 0.99)), "kl_p999": float(np.quantile(kl, 0.999))}
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import is_dataclass
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -68,18 +69,11 @@ def _differing(value: Any) -> Any:
     So a new field with a default changes no name of the networks that were there before it. A default must stay what
     it is: with another one, networks of both would have one name.
     """
-    if is_dataclass(value):
-        defaults = {each.name: _default(each) for each in fields(value)}
-    elif hasattr(value, "_fields"):  # a NamedTuple
-        defaults = dict.fromkeys(value._fields, MISSING) | value._field_defaults
-    else:
-        return tuple(map(_differing, value)) if isinstance(value, tuple) else value
-    given = {name: getattr(value, name) for name in defaults}
-    return sorted((name, _differing(each)) for name, each in given.items() if each != defaults[name])
-
-
-def _default(field: Field[Any]) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
+    if is_dataclass(value) or hasattr(value, "_fields"):  # a NamedTuple
+        defaults = {name: each.default for name, each in signature(type(value)).parameters.items()}
+        given = {name: getattr(value, name) for name in defaults}
+        return sorted((name, _differing(each)) for name, each in given.items() if each != defaults[name])
+    return tuple(map(_differing, value)) if isinstance(value, tuple) else value
 
 
 def _padded_heads(config: ModelConfig) -> str:
