@@ -62,8 +62,8 @@ LEVELS = [
           "matmul_packed packed_plain packed_k packed_looked_up matmul_bf16 activations table"),
 ]
 # The parts that exist once, which know what levels there are; and those of some levels alone.
-ONCE = "dispatch functions layout matmul_parallel matrix merge network_parallel parallel recurrence_parallel rows_parallel"
-ONCE += " indexer_parallel sparse_parallel threads"
+ONCE = "dispatch functions layout matmul_parallel matrix merge network_parallel parallel recurrence_parallel"
+ONCE += " rows_parallel indexer_parallel sparse_parallel threads"
 FEW = "matmul_tiles matmul_bf16"
 
 
