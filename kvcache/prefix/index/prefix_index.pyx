@@ -328,7 +328,7 @@ cdef class PrefixIndex:
         self.unname_claimed(claim)
         return claim
 
-    cdef int32_t own(self, tokens, name, Py_ssize_t after, int32_t *low) except -2:
+    cdef int32_t own_node(self, tokens, name, Py_ssize_t after, int32_t *low) except -2:
         """The node of which all below belongs to one text behind its first `after` tokens, see trie/paths.pxd."""
         cdef cnp.ndarray ids = uint32_tokens(tokens)
         cdef match_t found
@@ -345,7 +345,7 @@ cdef class PrefixIndex:
         Returns:
             The text to the end of these pages, and the number of its tokens before them; None: there are none.
         """
-        cdef int32_t low = -1, top = self.own(tokens, name, after, &low)
+        cdef int32_t low = -1, top = self.own_node(tokens, name, after, &low)
         if top < 0:
             return None
         _, text, _ = self.trie.path(low)
@@ -359,7 +359,7 @@ cdef class PrefixIndex:
         Returns:
             As `demote`, and a `Claim` on the pages that were forgotten.
         """
-        cdef int32_t low = -1, top = self.own(tokens, name, after, &low), id
+        cdef int32_t low = -1, top = self.own_node(tokens, name, after, &low), id
         if top < 0:
             return None
         _, text, _ = self.trie.path(low)
