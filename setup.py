@@ -6,6 +6,7 @@ KVCACHE_DEBUG=1     bounds checks and assertions in Cython, -Og -g in C
 KVCACHE_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer in everything that is compiled
 KVCACHE_EVEX=1      for tests, what CPUs with AVX-512 run of other levels: avxvnni as AVX-512 encodes its instructions,
                     amx with emulated tiles; the others do so too
+KVCACHE_KERNELS_CC  the compiler of the kernels, where it is not that of the modules, CC
 KVCACHE_COVERAGE=1  lines of Cython and C counted, for .ci/coverage
 """
 
@@ -60,6 +61,10 @@ MODULES = [] if DEBUG else ["-O1"]
 # -g1: the line numbers of a report. -Og: half of the compile time of -O1, with the same checks; kernels run too slowly.
 CHECK = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1", "-Og"] if SANITIZE else []
 
+# The checks of pointers take half as long again: one level of the kernels has them, not scalar, which takes longest
+# to compile. ASan reports a wrong pointer that is used.
+UNCHECKED_POINTERS = ["-fno-sanitize=null,object-size,pointer-overflow"]
+
 # gcov counts the kernels and, by the lines that Cython says its C is of, the modules, at -O0 where no line is merged
 # into another. Threads may lose counts; none goes back to zero.
 COUNT = ["--coverage", "-O0"] if COVERAGE else []
@@ -72,11 +77,16 @@ if SANITIZE:  # `tests/ckernels/run fuzz` takes them from here
 # Kernels: kvc_<part>.c is compiled once per level, with its flags and primitives; levels.py has the exceptions.
 HAVE = [f"-DKVC_HAVE_{level.upper()}={int(level in BUILT)}" for level in KNOWN] + EVEX_FLAGS * EVEX
 UNITS = [(source, "once", HAVE) for source in sources_of("once")]
+POINTERS_OF = next((level for level in BUILT if not level.startswith("scalar")), "scalar")
+TWICE = {*sources_of("scalarfma")} if "scalarfma" in BUILT else set()
 for level in BUILT:
-    checks = []
-    if SANITIZE and not level.startswith("scalar"):  # one level checks pointers, which takes half as long again
-        checks = ["-fno-sanitize=null,object-size,pointer-overflow"]
-    UNITS += [(source, level, defines_of(level) + LEVEL_FLAGS[level] + checks) for source in sources_of(level)]
+    for source in sources_of(level):
+        checks = []
+        if SANITIZE and level == "scalar" and source in TWICE:  # CPUs with fma run scalarfma in its place
+            checks = ["-fno-sanitize=all", "-O0"]
+        elif SANITIZE and level != POINTERS_OF:
+            checks = UNCHECKED_POINTERS
+        UNITS.append((source, level, defines_of(level) + LEVEL_FLAGS[level] + checks))
 UNITS.sort(key=lambda unit: -os.path.getsize(unit[0]))  # no CPU waits long for the last one
 
 DIRECTIVES = {"language_level": "3", "wraparound": False, "embedsignature": True, "embedsignature.format": "python"}
@@ -94,7 +104,7 @@ class build_modules(build_kernels):
         headers=sorted(glob("ckernels/*.h")),
         kernel_flags=FLAGS + CHECK + COUNT + KERNELS,
         kernel_owner="kvcache.kernels.kernels",
-        module_flags=FLAGS + MODULES + CHECK + COUNT,
+        module_flags=FLAGS + MODULES + CHECK + UNCHECKED_POINTERS * SANITIZE + COUNT,
         link_flags=[*CHECK, "-pthread", *COUNT],
         directives=DIRECTIVES,
         generated=f"build/cython-{Cython.__version__}{'-debug' * DEBUG}{'-coverage' * COVERAGE}",

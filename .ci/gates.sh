@@ -55,13 +55,17 @@ use_copy() { # name
 }
 
 install_copy() { # in the environment that is active; what it prints is shown if it fails
-    pip install --no-build-isolation --no-deps -e . >build.log 2>&1 || { cat build.log; return 1; }
+    pip install -v --no-build-isolation --no-deps -e . >build.log 2>&1 || { cat build.log; return 1; }
 }
 
 build_in_copy() {
     install_copy
     export PYTHONPATH=$PWD
     python -c 'import kvcache, os; assert os.path.samefile(os.path.dirname(kvcache.__file__), "kvcache"), kvcache'
+}
+
+must_be_silent() { # the log of a build
+    if grep -E '(ckernels|kvcache)/.* warning: ' "$1"; then die "the build is not silent"; fi
 }
 
 count_as() { # name: the next pytest writes its counts there

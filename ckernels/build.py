@@ -14,6 +14,7 @@ import sysconfig
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -23,6 +24,8 @@ import numpy
 from Cython.Build import cythonize
 from Cython.Build.Dependencies import create_dependency_tree
 from setuptools.command.build_ext import build_ext
+
+from ckernels.levels import compiler_of_kernels
 
 
 def check_machine():
@@ -54,7 +57,7 @@ def best_level(known, flags):
 
     None: what the compiler makes does not run here.
     """
-    compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
+    compiler = compiler_of_kernels()
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, "probe")
         have = [f"-DKVC_HAVE_{level.upper()}=0" for level in known]
@@ -158,6 +161,11 @@ class build_kernels(build_ext):
             self.build_lib, self.build_temp = f"build/lib.{tag}", f"build/temp.{tag}"
 
     def build_extensions(self):
+        self._compiler = copy(self.compiler)  # of kernels, with the same flags of Python's
+        if "KVCACHE_KERNELS_CC" in os.environ:
+            of_modules = (os.environ.get("CC") or sysconfig.get_config_var("CC")).split()
+            flags = self.compiler.compiler_so[len(of_modules) :]
+            self._compiler.set_executables(compiler_so=[*compiler_of_kernels(), *flags])
         self._progress = Progress(len(self.plan.units) + len(self.extensions))
         with ThreadPoolExecutor(self.parallel) as pool:  # kernels need nothing of what Cython makes meanwhile
             kernels = pool.map(lambda unit: self._kernel(*unit), self.plan.units)
@@ -172,10 +180,10 @@ class build_kernels(build_ext):
 
     def _kernel(self, source, folder, special):
         folder = os.path.join(self.build_temp, folder)
-        (target,) = self.compiler.object_filenames([source], output_dir=folder)
+        (target,) = self._compiler.object_filenames([source], output_dir=folder)
         flags = [*self.plan.kernel_flags, "-fPIC", *special]
-        made = Made(target, [source, *self.plan.headers], self.compiler.compiler_so, flags)
-        made.by(lambda: self.compiler.compile([source], folder, extra_postargs=flags))
+        made = Made(target, [source, *self.plan.headers], self._compiler.compiler_so, flags)
+        made.by(lambda: self._compiler.compile([source], folder, extra_postargs=flags))
         self._progress.step(target)
         return target
 

@@ -14,7 +14,7 @@ from glob import glob
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["EVEX_FLAGS", "LEVELS", "compiles", "defines_of", "flags_of_levels", "sources_of"]
+__all__ = ["EVEX_FLAGS", "LEVELS", "compiler_of_kernels", "compiles", "defines_of", "flags_of_levels", "sources_of"]
 
 X86, ARM = ("x86_64",), ("aarch64", "arm64")
 AVX2 = "-mavx2 -mfma -mf16c"
@@ -62,14 +62,20 @@ LEVELS = [
           "matmul_packed packed_plain packed_k packed_looked_up matmul_bf16 activations table"),
 ]
 # The parts that exist once, which know what levels there are; and those of some levels alone.
-ONCE = "dispatch functions layout matmul_parallel matrix network_parallel parallel recurrence_parallel rows_parallel"
-ONCE += " indexer_parallel sparse_parallel threads"
+ONCE = "dispatch functions layout matmul_parallel matrix merge network_parallel parallel recurrence_parallel"
+ONCE += " rows_parallel indexer_parallel sparse_parallel threads"
 FEW = "matmul_tiles matmul_bf16"
+
+
+def compiler_of_kernels():
+    """The words of the command that compiles the kernels."""
+    named = os.environ.get("KVCACHE_KERNELS_CC") or os.environ.get("CC")
+    return (named or sysconfig.get_config_var("CC") or "cc").split()
 
 
 def compiles(flags):
     """Whether the compiler makes an object with these flags."""
-    compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
+    compiler = compiler_of_kernels()
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "empty.c")
         source.write_text("typedef int nothing;\n")

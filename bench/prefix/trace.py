@@ -14,6 +14,8 @@ from statistics import mean, median
 
 import numpy as np
 
+from bench.prefix.agent_replay import HINTS, Costs, Replay, future_of, rules
+from bench.prefix.agent_traces import AgentMix, agent_trace
 from bench.prefix.policies import POLICIES, optimal
 from bench.prefix.policies import replay as replay_policy
 from bench.prefix.windows import NETWORKS, hit_rates
@@ -26,6 +28,7 @@ __all__ = ["add_arguments", "main", "through_trie"]
 
 MAX_PAGE = 256  # the largest page of the trie; longer pages of a trace are represented by 256 tokens
 MIXED = " of chats, agents and documents"
+AGENT_SHARES = 0.01, 0.05, 0.2
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 
 
@@ -34,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--file", metavar="JSONL", help="a trace in Mooncake's format instead of a synthetic one")
     parser.add_argument("--requests", type=int, default=Mix.num_requests, help="requests of the synthetic trace")
     parser.add_argument("--windows", action="store_true", help="networks with and without windows; ten minutes")
+    parser.add_argument("--agents", action="store_true", help="sessions of agents: seconds and hints; five minutes")
     parser.add_argument("--seeds", type=int, default=3, help="synthetic traces to average over (default 3)")
 
 
@@ -72,6 +76,8 @@ def through_trie(trace: Trace, capacity: int) -> dict[str, float]:
 
 def main(options: argparse.Namespace) -> int:
     """Print hit rates by policy and capacity, and the time and memory of the trie."""
+    if options.agents:
+        return over_agents(options)
     if options.file:
         traces = [from_mooncake(options.file)]
     else:
@@ -148,4 +154,30 @@ def over_windows(trace: Trace, options: argparse.Namespace) -> int:
     title = "hit rate in tokens, by bytes of cached K and V as a share of all"
     show(options.markdown, title, ["network", *found], rows)
     write_json(options.json, trace=trace.name, windows=found)
+    return 0
+
+
+def over_agents(options: argparse.Namespace) -> int:
+    """Print what rules of eviction, and hints, find of the texts of agents, and the seconds that the rest takes."""
+    mix, costs = AgentMix(sessions=12 if options.quick else AgentMix.sessions), Costs()
+    traces = [agent_trace(replace(mix, seed=seed)) for seed in range(1 if options.quick else options.seeds)]
+    sizes = [len({page for request in trace for page in request.pages}) for trace in traces]
+    print(f"\n{len(traces)} seed(s): {', '.join(str(len(trace)) for trace in traces)} requests, {sizes} pages")
+    ruled = {name: (False, name, dict[str, bool]()) for name in rules(costs, {})}
+    found = {}
+    for title, ways in (("rules of eviction", ruled), ("hints", HINTS)):
+        rows: dict[str, list[str]] = {name: [] for name in ways}
+        for share in AGENT_SHARES:
+            for name, (tier, rule, hints) in ways.items():
+                done = [
+                    Replay(int(size * share), rules(costs, future_of(trace))[rule], costs, tier, **hints).run(trace)
+                    for trace, size in zip(traces, sizes, strict=True)
+                ]
+                rate = sum(each.hits for each in done) / sum(each.known for each in done)
+                seconds = mean(each.again for each in done)
+                rows[name] += [f"{rate:.1%}", f"{seconds:,.0f} s"]
+                found[f"{name}, {share:.0%}"] = {"rate": rate, "seconds": seconds}
+        columns = [f"{share:.0%}{unit}" for share in AGENT_SHARES for unit in ("", ", seconds")]
+        show(options.markdown, title, [title, *columns], [[name, *cells] for name, cells in rows.items()])
+    write_json(options.json, agents=found)
     return 0

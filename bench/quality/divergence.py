@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from bench.quality.network import log_softmax
 
-__all__ = ["Divergence", "Logits", "compare", "paired"]
+__all__ = ["Divergence", "Logits", "compare", "paired", "tails"]
 
 Logits = Callable[[npt.NDArray[np.uint32]], npt.NDArray[np.float32]]  # of each token of a window but the last
 
@@ -41,10 +41,15 @@ class Divergence:
         rise, rise_se = _mean(self.rise)
         return {
             "tokens": sum(map(len, self.nats)), "kl": kl, "kl_se": kl_se,
-            "kl_p99": float(np.quantile(np.concatenate(self.kl), 0.99)),
+            **tails(np.concatenate(self.kl)),
             "perplexity": float(np.exp(np.concatenate(self.nats).mean())), "rise": float(np.expm1(rise)),
             "rise_se": float(np.exp(rise) * rise_se), "same": float(np.concatenate(self.same).mean()),
         }
+
+
+def tails(kl: npt.NDArray[np.float64]) -> dict[str, float]:
+    """The KL divergence that 1 % and 0.1 % of the tokens exceed: a mean hides the few that change what follows."""
+    return {"kl_p99": float(np.quantile(kl, 0.99)), "kl_p999": float(np.quantile(kl, 0.999))}
 
 
 def _mean(windows: list[npt.NDArray[np.float64]]) -> tuple[float, float]:

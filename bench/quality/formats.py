@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.quality.divergence import tails
 from bench.quality.heldout import Heldout
 from bench.quality.network import Recorder, log_softmax
 from bench.quality.parts import verdict
@@ -33,7 +34,8 @@ FORMATS |= {name + PLAIN: _mixed(name) | {"rotate": False} for name in STORED if
 
 # The bounds of a format: name -> (figure, bound).
 BOUNDS = {"q8": ("kl", 0.001), "q4": ("rise", 0.005), "q3": ("rise", 0.02), "q2": ("rise", 0.08)}
-HEADER = ["K/V format", "bytes/token", "bits/value", "perplexity", "against f32", "KL, mean", "KL, p99", "same token"]
+HEADER = ["K/V format", "bytes/token", "bits/value", "perplexity", "against f32"]
+HEADER += ["KL, mean", "p99", "p99.9", "same token"]
 
 
 class _Sums:
@@ -91,7 +93,7 @@ def _figures(engine: InferenceEngine, one: _Sums, exact: _Sums) -> dict[str, flo
         "perplexity": float(np.exp(one.nats / one.tokens)),
         "rise": float(np.expm1((one.nats - exact.nats) / one.tokens)),
         "kl": float(kl.mean()),
-        "kl_p99": float(np.quantile(kl, 0.99)),
+        **tails(kl),
         "same": one.same / one.tokens,
         "tokens": one.tokens,
     }
@@ -102,7 +104,8 @@ def rows(figures: dict[str, dict[str, float]], speed: dict[str, float]) -> list[
     return [
         [
             name, f"{f['bytes']:.0f}", f"{f['bits']:.2f}", f"{f['perplexity']:.4f}", f"{100 * f['rise']:+.2f} %",
-            f"{f['kl']:.2g}", f"{f['kl_p99']:.2g}", f"{100 * f['same']:.2f} %", f"{speed[name]:.0f}",
+            f"{f['kl']:.2g}", f"{f['kl_p99']:.2g}", f"{f['kl_p999']:.2g}", f"{100 * f['same']:.2f} %",
+            f"{speed[name]:.0f}",
         ]
         for name, f in figures.items()
     ]

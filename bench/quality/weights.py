@@ -32,7 +32,7 @@ __all__ = ["add_arguments", "demo_gguf", "main"]
 
 PARTS = ("demo", "smollm2", "types")
 HEADER = [
-    "weights", "bits/weight", "KL, mean", "KL, p99", "perplexity", "against f32", "same token",
+    "weights", "bits/weight", "KL, mean", "p99", "p99.9", "perplexity", "against f32", "same token",
 ]
 ACTIVATIONS: tuple[str, ...] = ("exact", "int8", "bf16")
 RIVALS = ("Q8_0", "Q4_0", "Q4_1", "Q4_K_M")
@@ -221,7 +221,7 @@ def _rows(figures: dict[str, dict[str, float]]) -> list[list[str]]:
     """The rows of a table; `+-` are standard errors."""
     return [
         [
-            name, f"{f['bits']:.2f}", f"{f['kl']:.2g} +- {f['kl_se']:.1g}", f"{f['kl_p99']:.2g}",
+            name, f"{f['bits']:.2f}", f"{f['kl']:.2g} +- {f['kl_se']:.1g}", f"{f['kl_p99']:.2g}", f"{f['kl_p999']:.2g}",
             f"{f['perplexity']:.4f}", f"{100 * f['rise']:+.2f} +- {100 * f['rise_se']:.2f} %",
             f"{100 * f['same']:.2f} %",
         ]

@@ -88,10 +88,10 @@ class Talk:
             note(f"{self._name}: {self._talk.context:,} tokens of context, KV {kv:,.1f} MiB; /help lists commands")
         interrupted = False
         while True:
-            try:
-                if not self._step():
-                    break
-                interrupted = False
+            try:  # the inner loop is in it: an interrupt comes at a jump back too
+                while self._step():
+                    interrupted = False
+                break
             except KeyboardInterrupt:  # at the prompt, or just before or behind an answer
                 if interrupted or not self._reader.is_typed:
                     break

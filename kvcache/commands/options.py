@@ -23,7 +23,7 @@ from kvcache.errors import CheckpointError, OutOfMemoryError
 from kvcache.kernels.kernels import FORMATS
 from kvcache.kernels.matrix import checked_activations
 from kvcache.kernels.threads import set_num_threads
-from kvcache.networks.adapter_files import read_settings
+from kvcache.networks.adapter_files import expect_settings
 from kvcache.networks.files import MAX_CONFIG_BYTES, read_file
 from kvcache.networks.weights import FORMATS as WEIGHTS
 from kvcache.networks.weights import Progress, checked_weights
@@ -134,7 +134,8 @@ def network_defaults() -> dict[str, Any]:
 
 def add_adapter(parser: argparse.ArgumentParser) -> None:
     """Add the option of the commands whose answers may all have an adapter."""
-    parser.add_argument("--adapter", metavar="PATH", help="an adapter of the model (LoRA), a folder of peft")
+    told = "an adapter of the model (LoRA): a folder of peft, or a GGUF file"
+    parser.add_argument("--adapter", metavar="PATH", help=told)
 
 
 def adapter_of(options: argparse.Namespace) -> dict[str, str]:
@@ -151,7 +152,7 @@ def expect_adapter(path: str) -> None:
     ValueError: no such folder, or settings that are not supported.
     """
     try:
-        read_settings(path)
+        expect_settings(path)
     except (FileNotFoundError, CheckpointError) as error:
         raise ValueError(f"adapter: {error}") from None
 
@@ -216,9 +217,11 @@ def check_output(path: str, name: str) -> None:
     """
     if "\0" in path:
         raise ValueError(f"{name}: expected the name of a file, got {path!r}")
-    given = Path(path)
+    given, is_new = Path(path), False
     try:
-        is_new = not given.exists()
+        os.stat(path)  # `Path.exists` of Python 3.14 hides errors of names that no file can have
+    except (FileNotFoundError, NotADirectoryError):
+        is_new = True
     except OSError as error:
         raise ValueError(f"{name}: expected a file in a folder that exists, got {path}: {error.strerror}") from None
     folder = Path(os.path.realpath(path)).parent

@@ -52,7 +52,8 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add("--name", help="the name by which clients ask for the model (the last part of its path)")
     add("--served-name", action="append", default=[], metavar="NAME", help="another such name; may be repeated")
     add("--adapter", action="append", default=[], metavar="NAME=PATH",
-        help="an adapter of the model (LoRA), a folder of peft, which requests name as their model; may be repeated")
+        help="an adapter of the model (LoRA), a folder of peft or a GGUF file, which requests name as their model; may "
+        "be repeated")
     add("--adapter-folder", metavar="FOLDER",
         help="let clients load adapters in this folder, by /v1/load_lora_adapter, and unload them, by "
         "/v1/unload_lora_adapter; with keys those of the namespace adapters")

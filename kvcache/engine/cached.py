@@ -325,7 +325,7 @@ class PrefixCachedEngine(ChatEngine):
         params = self.inner.sampling_params if params is None else params
         loaded, features = self.adapters.find(adapter), () if adapter is None else ("adapter",)
         placed = self._requests.new.placed(prompt, prefix, documents, features)
-        self._sequence.settings.expect(placed.prefix, adapter)
+        self._sequence.settings.expect(placed.prefix, adapter, self._requests.new.features)
         return self._requests.request(
             placed.prompt, params, sampling, with_text=with_text, or_empty=not with_text, placed=placed, adapter=loaded
         )
@@ -337,7 +337,7 @@ class PrefixCachedEngine(ChatEngine):
 
     def hint(
         self, action: str, *prompts: Any, namespace: Hashable = None, after: int | None = None,
-        prefix: Behind | None = None,
+        prefix: Behind | None = None, adapter: str | None = None,
     ) -> Hinted:
         """Tell what is known of cached texts while no request has them; see `BatchEngine.hint`.
 
@@ -348,12 +348,13 @@ class PrefixCachedEngine(ChatEngine):
             InvalidOperationError: the engine's cache was replaced.
         """
         self._check_cache()
-        hash(namespace)
+        expect_own(namespace)
         if action not in ("demote", "prefetch", "release"):
             raise ValueError(f"action: expected demote, prefetch or release of this engine, got {short(action)}")
-        prefix, requests = self._sequence.settings.expect(prefix), self._requests
+        prefix, requests = self._sequence.settings.expect(prefix, adapter), self._requests
         found = [requests.new.prompt(each, prefix) for each in prompts]
-        hint = Hint.of(self._sequence.forward, action, found, namespace, prefix, after=after)
+        loaded = self.adapters.find(adapter)
+        hint = Hint.of(self._sequence.forward, action, found, namespace, prefix, after=after, adapter=loaded)
         hinted = hint.found(self._pool)
         for text in hint.texts:
             if action == "prefetch":

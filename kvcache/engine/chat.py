@@ -29,6 +29,7 @@ from kvcache.sampling.tokenizer import SPECIAL_TOKENS, CheckpointText, GgufText
 from kvcache.support.arguments import plain_int, short
 from kvcache.support.exclusions import expect
 from kvcache.support.json_text import read_json_text
+from kvcache.texts.behind import base_of, reused_before
 from kvcache.texts.seen_parts import SeenParts
 
 __all__ = [
@@ -61,13 +62,14 @@ class Answer:
         self, request: Request, new: Iterator[int], applied_edits: Sequence[dict[str, Any]] = ()
     ) -> None:
         self.applied_edits = [*applied_edits]
-        self.prompt_tokens = len(request.tokens)
+        self.prompt_tokens = base_of(request.prefix) + len(request.tokens)
         self.tokens: list[int] = []
         self._request, self._pieces = request, request.pieces(new, self.tokens)
 
     @property
     def cached_tokens(self) -> int:
-        return self._request.cached_tokens
+        found = self._request
+        return found.cached_tokens + (reused_before(found.prefix, found.cached_texts) if self.tokens else 0)
 
     @property
     def finish_reason(self) -> FinishReason | None:

@@ -1,7 +1,9 @@
 """Edits by masks: the tokens of cleared results stay in the text, and those behind an edit do not see them.
 
-An edit is made at a token: those before it have seen the result, and keep their K and V. At which tokens the edits of a
-conversation were made follows from its messages, so a conversation that is sent again sees the same.
+An edit is made at a token: those before it have seen the result, and keep their K and V. It is the first one that was
+new to the request which cleared the result: behind the answer before it, or behind the result where that is new itself.
+At which tokens the edits of a conversation were made follows from its messages, so a conversation that is sent again
+sees the same.
 """
 
 from __future__ import annotations
@@ -50,9 +52,15 @@ class EditMasks:
         return None if first is None or last is None else (self._add(first), self._add(last))
 
     def _before(self, point: int) -> TextPlace:
-        """The end of the last text of the first messages; some have one, those of results that they clear."""
-        ends = (text_place(self._messages[number], number, -1) for number in range(point - 1, -1, -1))
-        return next(end for end in ends if end is not None)
+        """The place behind which a request of the first messages is new: the end of the text of its last answer.
+
+        Without such a text it is the beginning of the first one behind the answer, or the end of the last text before.
+        """
+        answer = next((i for i in range(point - 1, -1, -1) if self._messages[i].get("role") == "assistant"), 0)
+        later, earlier = range(answer + 1, point), range(answer, -1, -1)
+        tried = [(answer, -1), *((number, 0) for number in later), *((number, -1) for number in earlier)]
+        places = (text_place(self._messages[number], number, end) for number, end in tried)
+        return next(place for place in places if place is not None)
 
     def located(self, write: Callable[[Any], str], text: str) -> list[int]:
         """How many characters of the text of the conversation are before each of the places.
@@ -94,7 +102,7 @@ class EditMasks:
 
 
 def seen_by(tokens: Sequence[int] | Tokens, chain: Chain) -> SeenParts | None:
-    """What the tokens behind the last edit of a text see of those before it; None: there are no edits."""
+    """Make the value of what the tokens behind the last edit of a text see before them; None: there are no edits."""
     ids, start, seen = np.asarray(tokens, np.uint32), 0, None
     for stop, spans in chain:
         seen = SeenParts.of_edit(ids[start:stop], spans, seen)

@@ -244,7 +244,7 @@ def edited(messages: Messages, edits: Edits, measure: Measure) -> Edited:
 
 
 def _told(uses: int, tokens: int) -> dict[str, Any]:
-    """What an edit of uses of tools has cleared."""
+    """The report of an edit of uses of tools."""
     return {"type": _TOOLS, "cleared_tool_uses": uses, "cleared_input_tokens": tokens}
 
 

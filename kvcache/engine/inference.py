@@ -520,6 +520,6 @@ class InferenceEngine(NetworkEngine):
     ) -> Request:
         loaded, features = self.adapters.find(adapter), () if adapter is None else ("adapter",)
         placed = self.requests.new.placed(prompt, prefix, documents, features)
-        self._settings.expect(placed.prefix, adapter)
+        self._settings.expect(placed.prefix, adapter, self.requests.new.features)
         params = self.sampling_params if params is None else params
         return self.requests.request(placed.prompt, params, sampling, placed=placed, adapter=loaded, **options)

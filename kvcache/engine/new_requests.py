@@ -58,7 +58,7 @@ class NewRequests:
         features: of the network and its settings, see `kvcache.support.exclusions`.
 
     Attributes:
-        max_positions: see above.
+        max_positions, features: see above.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class NewRequests:
         tokenizer: Callable[[], Any], features: Collection[str] = (),
     ) -> None:
         self._config, self.max_positions, self._lock = config, max_positions, lock
-        self._tokenizer, self._features = tokenizer, features
+        self._tokenizer, self.features = tokenizer, features
         self._is_whole = bool(excluded("generate", features))
         self._grammars: GrammarCompiler | None = None
         self.reseed(seed)
@@ -160,13 +160,13 @@ class NewRequests:
         Args:
             features: those of the request beside those of the engine.
         """
-        expect("segments", documents.segments, {*self._features, *(features or ())})
+        expect("segments", documents.segments, {*self.features, *(features or ())})
         return place(prompt, prefix, documents, self._tokenizer, self._config.vocab_size)
 
     def check_span(self, tokens: NDArray[np.uint32], pos: int) -> None:
         """Raise ValueError unless there is a token, all positions from `pos` on exist, and texts are continued."""
         if self._is_whole:
-            expect("generate", len(tokens), self._features)
+            expect("generate", len(tokens), self.features)
         if not len(tokens):
             raise ValueError("tokens: expected at least one, got none")
         if self.max_positions is not None and pos + len(tokens) > self.max_positions:

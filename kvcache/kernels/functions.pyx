@@ -24,6 +24,7 @@ __all__ = [
     "log1p",
     "log_add_exp",
     "log_sums",
+    "merge_parts",
     "power",
     "product",
     "shares",
@@ -168,6 +169,41 @@ def log_sums(logits):
     return out
 
 
+def merge_parts(starts, chosen, parts, logs, mixed, masses):
+    """Merge rows of attention over parts of a context with rows over the rest of it, in place.
+
+    Row r of `mixed` becomes rows `chosen[starts[r]:starts[r + 1]]` of `parts`, merged in this order, and itself, last.
+
+    Args:
+        starts: int64 `(n + 1,)`, ascending from 0 to the length of `chosen`.
+        chosen: int64; no row twice. The first one of each row of `mixed` is written to.
+        parts, logs: float32 `(m, heads, dim)`, and the log-sum-exps `(m, heads)`.
+        mixed, masses: float32 `(n, heads, dim)` and `(n, heads)`, written.
+    """
+    cdef cnp.ndarray ends = starts, rows = chosen, a = parts, la = logs, b = mixed, lb = masses
+    cdef int64_t i, n, m, last = 0
+    if not (_is_plain(ends, cnp.NPY_INT64, 1) and _is_plain(rows, cnp.NPY_INT64, 1)
+            and _is_plain(a, cnp.NPY_FLOAT32, 3) and _is_plain(la, cnp.NPY_FLOAT32, 2)
+            and _is_plain(b, cnp.NPY_FLOAT32, 3) and _is_plain(lb, cnp.NPY_FLOAT32, 2)):
+        raise ValueError(f"parts: expected contiguous arrays of int64 and float32, got {described(a)}")
+    n, m = b.shape[0], a.shape[0]
+    if (ends.shape[0] != n + 1 or a.shape[1] != b.shape[1] or a.shape[2] != b.shape[2] or la.shape[0] != m
+            or la.shape[1] != a.shape[1] or lb.shape[0] != n or lb.shape[1] != a.shape[1]):
+        raise ValueError(f"parts: expected shapes that agree, got {np.shape(parts)} and {np.shape(mixed)}")
+    cdef const int64_t *stops = <const int64_t *>cnp.PyArray_DATA(ends)
+    cdef const int64_t *which = <const int64_t *>cnp.PyArray_DATA(rows)
+    for i in range(n + 1):
+        if stops[i] < last or (i == 0 and stops[i] != 0) or (i == n and stops[i] != rows.shape[0]):
+            raise ValueError(f"starts: expected ascending numbers from 0 to {rows.shape[0]}, got {stops[i]}")
+        last = stops[i]
+    for i in range(rows.shape[0]):
+        if not 0 <= which[i] < m:
+            raise ValueError(f"chosen: expected 0 to {m - 1}, got {which[i]}")
+    with nogil:
+        kernels.merge(n, a.shape[1], a.shape[2], stops, which, <float *>cnp.PyArray_DATA(a),
+                      <float *>cnp.PyArray_DATA(la), <float *>cnp.PyArray_DATA(b), <float *>cnp.PyArray_DATA(lb))
+
+
 def sum_of(x):
     """The sum of a float32 or float64 array in float64, in its order in memory: 16 partial sums, then their halves."""
     cdef cnp.ndarray given = _doubles(x)
@@ -209,6 +245,10 @@ def product(a, b):
         kernels.product(left.shape[0], left.shape[1], right.shape[1], <const double *>cnp.PyArray_DATA(left),
                         <const double *>cnp.PyArray_DATA(right), <double *>cnp.PyArray_DATA(out))
     return out
+
+
+cdef bint _is_plain(cnp.ndarray array, int kind, int axes) noexcept:
+    return cnp.PyArray_TYPE(array) == kind and array.ndim == axes and cnp.PyArray_ISCARRAY_RO(array)
 
 
 cdef double _sum_of(const double *x, int64_t n) noexcept nogil:

@@ -315,3 +315,7 @@ cdef void summarise_page(const kvc_layout *layout, const unsigned char *arena, i
 # The choice of an indexer, over kvc_index_args of kernels/sparse.pxd. Scratch has index_scratch_bytes.
 cdef size_t index_scratch_bytes(const kvc_attend_args *args, const void *index, int num_threads) noexcept nogil
 cdef void index_tokens(const kvc_attend_args *args, const void *index, void *scratch, int num_threads) noexcept nogil
+
+# Results of parts of a context, merged: kvc_merge.h.
+cdef void merge(int64_t n, int64_t heads, int64_t dim, const int64_t *starts, const int64_t *chosen, float *parts,
+                float *logs, float *mixed, float *masses) noexcept nogil

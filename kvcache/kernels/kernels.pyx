@@ -30,6 +30,10 @@ cdef extern from "kvc_functions.h" nogil:
     void kvc_turns(int64_t n, int64_t pairs, const int64_t *positions, const double *frequencies, double scale,
                    float *cosines, float *sines) noexcept
 
+cdef extern from "kvc_merge.h" nogil:
+    void kvc_merge(int64_t n, int64_t heads, int64_t dim, const int64_t *starts, const int64_t *chosen, float *parts,
+                   float *logs, float *mixed, float *masses) noexcept
+
 cdef extern from "kvc.h" nogil:
     ctypedef struct kvc_kernels:
         const char *name
@@ -326,6 +330,11 @@ cdef double power(double x, double y) noexcept nogil:
 
 cdef void product(int64_t n, int64_t k, int64_t m, const double *a, const double *b, double *out) noexcept nogil:
     kvc_product(n, k, m, a, b, out)
+
+
+cdef void merge(int64_t n, int64_t heads, int64_t dim, const int64_t *starts, const int64_t *chosen, float *parts,
+                float *logs, float *mixed, float *masses) noexcept nogil:
+    kvc_merge(n, heads, dim, starts, chosen, parts, logs, mixed, masses)
 
 
 cdef double_function *function_of(function which) noexcept nogil:

@@ -1,4 +1,4 @@
-"""Adapters in the folders of peft: `adapter_config.json` and `adapter_model.safetensors`, for untrusted files.
+"""Adapters in files: folders of peft, `adapter_config.json` and `adapter_model.safetensors`; files may be hostile.
 
 Tensors are named as the modules of transformers that they change, `base_model.model.<path>.lora_A.weight`; where these
 lie in the network is what `FolderPlaces` says of its own files. All is read into memory once.
@@ -17,17 +17,19 @@ from numpy.typing import NDArray
 
 from kvcache.errors import CheckpointError
 from kvcache.networks.adapter import PROJECTIONS, Adapter, LowRank, adapted_shapes
+from kvcache.networks.adapter_gguf import open_adapter, read_gguf_adapter
 from kvcache.networks.adapter_settings import AdapterSettings
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.files import ADAPTER_CONFIG, MAX_CONFIG_BYTES, json_object, read_file
 from kvcache.networks.folder_places import FolderPlaces
+from kvcache.networks.gguf import is_gguf
 from kvcache.networks.names import EMBEDDING, Place, unread_of
 from kvcache.networks.safetensors import SafetensorsFile
 from kvcache.networks.towers import Names
 from kvcache.support.arguments import BFLOAT16, short
 from kvcache.support.machine_memory import machine_memory
 
-__all__ = ["read_adapter", "read_settings"]
+__all__ = ["expect_settings", "read_adapter"]
 
 _TENSORS = "adapter_model.safetensors"
 _SIDE = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
@@ -53,10 +55,10 @@ class _Target(NamedTuple):
 
 
 def read_adapter(folder: str | PathLike[str], config: ModelConfig, name: str | None = None) -> Adapter:
-    """Read an adapter from a folder.
+    """Read an adapter from a folder of peft, or from a GGUF file.
 
     Args:
-        folder: of `peft`'s `save_pretrained`.
+        folder: of `save_pretrained` of peft; or the path of a file, see `read_gguf_adapter`.
         config: the network that it is for.
         name: of the adapter, for messages; None: the last part of the folder's path.
 
@@ -66,6 +68,8 @@ def read_adapter(folder: str | PathLike[str], config: ModelConfig, name: str | N
             type; the adapter has modules, sizes or ranks that its network or its settings do not have, a module without
             one of its two matrices, or numbers that are not finite.
     """
+    if is_gguf(Path(folder)):
+        return read_gguf_adapter(folder, config, name)
     settings, content = _settings(folder)
     folder, path = Path(folder), Path(folder, ADAPTER_CONFIG)
     if not (folder / _TENSORS).exists() and (others := sorted(each.name for each in folder.glob("adapter_model.*"))):
@@ -85,9 +89,12 @@ def read_adapter(folder: str | PathLike[str], config: ModelConfig, name: str | N
         raise CheckpointError(f"{folder}: {error}") from None
 
 
-def read_settings(folder: str | PathLike[str]) -> AdapterSettings:
-    """Read the settings of an adapter alone; raises as `read_adapter`."""
-    return _settings(folder)[0]
+def expect_settings(folder: str | PathLike[str]) -> None:
+    """Look at the settings of an adapter in a folder, or for its file; raises as `read_adapter`."""
+    if is_gguf(Path(folder)):
+        open_adapter(folder).close()
+    else:
+        _settings(folder)
 
 
 def _settings(folder: str | PathLike[str]) -> tuple[AdapterSettings, bytearray]:
@@ -96,7 +103,7 @@ def _settings(folder: str | PathLike[str]) -> tuple[AdapterSettings, bytearray]:
     said = json_object(path, content := read_file(path, MAX_CONFIG_BYTES))
     try:
         return AdapterSettings.of(said), content
-    except CheckpointError as error:
+    except (TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: {error}") from None
 
 

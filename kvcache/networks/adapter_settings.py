@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvcache.errors import CheckpointError
 from kvcache.support.arguments import as_count, as_finite, as_instance, short
 
 __all__ = ["AdapterSettings"]
@@ -62,14 +61,7 @@ class AdapterSettings:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> AdapterSettings:
-        """Read the object of a file. Raises CheckpointError that begins with the name of what is wrong."""
-        try:
-            return cls._read(config)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise CheckpointError(str(error)) from None
-
-    @classmethod
-    def _read(cls, config: Mapping[str, Any]) -> AdapterSettings:
+        """Read the object of a file. TypeError, ValueError: the message begins with the name of what is wrong."""
         if config.get("peft_type") != "LORA":
             raise ValueError(f"peft_type: expected LORA, got {short(config.get('peft_type'))}")
         said = {key: value for key, value in config.items() if key not in _INFORMATION}

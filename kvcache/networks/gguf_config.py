@@ -75,11 +75,11 @@ NEUTRAL: dict[str, Any] = {
 }
 
 
-def architecture_of(file: GgufFile) -> Architecture:
-    """Raises CheckpointError for an architecture that is not supported."""
+def architecture_of(file: GgufFile, expected: str = "model") -> Architecture:
+    """The architecture of a file that has a "model", or an "adapter". CheckpointError: another one."""
     name, kind = file.metadata.get("general.architecture"), file.metadata.get("general.type", "model")
-    if kind != "model":
-        raise CheckpointError(f"{file.path}: general.type: expected model, got {short(kind)}")
+    if kind != expected:
+        raise CheckpointError(f"{file.path}: general.type: expected {expected}, got {short(kind)}")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         if parts := parts_missing(name):
             raise CheckpointError(

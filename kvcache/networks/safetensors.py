@@ -12,7 +12,6 @@ The library has its own reader: NumPy has no bfloat16, and a hostile header must
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 from kvcache.errors import CheckpointError
 from kvcache.networks.files import MAX_JSON_BYTES, open_file, parse_json
 from kvcache.support.arguments import short
-from kvcache.support.regular_files import read_part
+from kvcache.support.regular_files import file_version, read_part
 
 __all__ = ["SafetensorsFile", "TensorInfo"]
 
@@ -65,7 +64,7 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._file, size = open_file(self.path)
-        self._status = _status(os.fstat(self._file.fd))
+        self._version = file_version(self._file.fd)
         first = bytearray(min(size, 8))
         read_part(self._file.fd, [first], 0, f"{self.path}: header")
         length = int.from_bytes(first, "little")
@@ -91,7 +90,7 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
     def is_changed(self) -> bool:
         """Whether the file was replaced or written since it was opened, as far as its times tell."""
         try:
-            return _status(os.stat(self.path)) != self._status
+            return file_version(self.path) != self._version
         except OSError:
             return True
 
@@ -130,10 +129,6 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
         if count:
             read_part(self._file.fd, [stored], start, f"{self.path}: {name}")
         return stored
-
-
-def _status(found: os.stat_result) -> tuple[int, ...]:
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _parse(header: bytearray, data_start: int, file_size: int, path: Path) -> dict[str, TensorInfo]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.kernels.functions import exp, log_add_exp
+from kvcache.kernels.functions import merge_parts
 from kvcache.support.arguments import as_floats
 
 __all__ = ["merge_attention"]
@@ -36,7 +36,6 @@ def merge_attention(
     b = as_floats(out_b, a.shape, "out_b")
     la = as_floats(lse_a, a.shape[:2], "lse_a")
     lb = as_floats(lse_b, a.shape[:2], "lse_b")
-    with np.errstate(invalid="ignore", over="ignore"):
-        share = (1 / (1 + exp(lb.astype(np.float64) - la))).astype(np.float32)  # of a
-    share[np.isneginf(la)] = 0  # also where both are empty
-    return b + share[..., None] * (a - b), log_add_exp(la, lb).astype(np.float32)
+    mixed, masses, rows = np.array(b, order="C"), np.array(lb, order="C"), np.arange(len(b) + 1)
+    merge_parts(rows, rows[:-1], np.ascontiguousarray(a), np.ascontiguousarray(la), mixed, masses)
+    return mixed, masses

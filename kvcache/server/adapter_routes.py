@@ -72,16 +72,12 @@ class AdapterRoutes:
                 raise ValueError(f"lora_name: expected one that is not loaded, or load_inplace, got {short(name)}")
             try:
                 model.adapters.load(model.engine, name, str(path))
-            except FileNotFoundError as error:
-                raise HTTPException(404, self._told(error)) from None
-            except CheckpointError as error:
-                raise ValueError(self._told(error)) from None
+            except (FileNotFoundError, CheckpointError) as error:
+                told = str(error).replace(f"{self._root()}{os.sep}", "")  # without the place of the folder
+                if isinstance(error, FileNotFoundError):
+                    raise HTTPException(404, f"lora_path: expected an adapter there, got none: {told}") from None
+                raise ValueError(f"lora_path: expected one that can be read, got an error: {told}") from None
         return PlainTextResponse(f"Loaded the adapter {name}.")
-
-    def _told(self, error: Exception) -> str:
-        """The message of an error, without the place of the folder."""
-        told = str(error).replace(f"{self._root()}{os.sep}", "")
-        return f"lora_path: expected an adapter that can be read, got an error: {told}"
 
     def _root(self) -> Path:
         assert self._folder is not None, "there are no paths without it"

@@ -133,7 +133,8 @@ def _extension(value: Any) -> list[Action]:
 
 
 def hinted(
-    engine: BatchEngine, model: str, given: CacheHints, texts: Sequence[Sequence[Tokens]], space: Hashable
+    engine: BatchEngine, model: str, given: CacheHints, texts: Sequence[Sequence[Tokens]], space: Hashable,
+    adapter: str | None = None,
 ) -> dict[str, Any]:
     """Give the hints of a body to an engine; the answer.
 
@@ -141,6 +142,7 @@ def hinted(
         model: its name.
         texts: the token ids of each of `given.bodies`.
         space: the namespace.
+        adapter: of the texts.
     """
     head = texts[0][0] if given.has_branches else None
     prompts = [tokens for each in texts[given.has_branches :] for tokens in each]
@@ -149,7 +151,7 @@ def hinted(
             raise ValueError(f"branches: expected several for {action.kind}, got {len(prompts)} text")
     results = []
     for action in given.actions:
-        found = _give(engine, action, prompts, head, space)
+        found = _give(engine, action, prompts, head, space, adapter)
         tokens, cached = sum(each.tokens for each in found), sum(each.tokens_found for each in found)
         reads = action.kind == _PREFILL or (action.kind == "prefetch" and engine.tiers is not None)
         results.append({
@@ -160,21 +162,24 @@ def hinted(
 
 
 def _give(
-    engine: BatchEngine, action: Action, prompts: Sequence[Tokens], head: Tokens | None, space: Hashable
+    engine: BatchEngine, action: Action, prompts: Sequence[Tokens], head: Tokens | None, space: Hashable,
+    adapter: str | None,
 ) -> list[Hinted]:
     """Give one hint. A branch leaves its head at a place of its own, up to which the text is not the branch's."""
     if action.kind == _PREFILL:
-        found = engine.hint("pin", *prompts, namespace=space, ttl=_KEPT)
+        found = engine.hint("pin", *prompts, namespace=space, ttl=_KEPT, adapter=adapter)
+        if adapter is not None and engine.adapters[adapter].invocation_tokens is not None:
+            adapter = None  # what comes before its invocation is the network's
         for tokens in prompts:
-            engine.submit(tokens, namespace=space, keep=_KEPT, max_tokens=0)
+            engine.submit(tokens, namespace=space, keep=_KEPT, max_tokens=0, adapter=adapter)
         return [found]
     if head is not None and "after" in HINTS[action.kind].takes and "after" not in action.options:
         places = [len(head_of([head, tokens])) for tokens in prompts]
         return [
-            engine.hint(action.kind, tokens, namespace=space, after=place)
+            engine.hint(action.kind, tokens, namespace=space, after=place, adapter=adapter)
             for tokens, place in zip(prompts, places, strict=True)
         ]
-    return [engine.hint(action.kind, *prompts, namespace=space, **action.options)]
+    return [engine.hint(action.kind, *prompts, namespace=space, adapter=adapter, **action.options)]
 
 
 def _named(value: Any, name: str) -> str | None:

@@ -278,7 +278,10 @@ class ServedModel:
         given = cache_hints_of(found)
         asked = [self._named_by(given.endpoint, body) for body in given.bodies]
         texts = [[prompt.tokens for prompt in self._prompts.of(each, runs=False)] for each in asked]
-        return JSONResponse(hinted(self.engine, self.names[0], given, texts, _space(asked[0], space)))
+        if (adapter := asked[0].model if asked[0].model not in self.names else None) is not None:
+            self._expect_adapter(adapter)
+        name = adapter or self.names[0]
+        return JSONResponse(hinted(self.engine, name, given, texts, _space(asked[0], space), adapter))
 
     def _named_by(self, endpoint: str, body: dict[str, Any]) -> Asked:
         """Read the body of a request for the text that it names."""

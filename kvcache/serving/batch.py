@@ -259,7 +259,7 @@ class BatchEngine(NetworkEngine):
         documents = Documents(head, segments, link)
         given = {"logprobs": prompt_logprobs, "adapter": adapter}
         placed = self._new.placed(prompt, prefix, documents, {name for name in given if given[name] is not None})
-        prompt, prefix = placed.prompt, self._settings.expect(placed.prefix, adapter)
+        prompt, prefix = placed.prompt, self._settings.expect(placed.prefix, adapter, self._new.features)
         loaded = self.adapters.find(adapter)
         if self._events is not None:
             self._events.expect(namespace)
@@ -306,7 +306,7 @@ class BatchEngine(NetworkEngine):
         Raises:
             as `submit`.
         """
-        hash(namespace)
+        expect_own(namespace)
         placed = self._new.placed([0], None, Documents(head, segments, 0))
         if self._events is not None:
             self._events.expect(namespace)
@@ -332,6 +332,7 @@ class BatchEngine(NetworkEngine):
         resume_in: float | None = None,
         after: int | None = None,
         prefix: Behind | None = None,
+        adapter: str | None = None,
     ) -> Hinted:
         """Tell what is known of cached texts while no request has them: it changes times, never bits.
 
@@ -345,7 +346,7 @@ class BatchEngine(NetworkEngine):
                 has is forgotten, in the memory of this process. "share": the head that all of the prompts begin with is
                 pinned. What alone continues a text, such as an answer, counts as its own.
             prompts: token ids, or texts, at most 64; "share" takes two or more.
-            namespace, prefix: as of `submit`.
+            namespace, prefix, adapter: as of `submit`.
             ttl: seconds that a text stays for, of "pin" and "share" (by default 300) and of "prefetch" (60 more than
                 `resume_in`).
             resume_in: seconds until a text of "prefetch" comes back; it is read a second before that, or earlier where
@@ -358,14 +359,17 @@ class BatchEngine(NetworkEngine):
 
         Raises:
             TypeError, ValueError: as `submit`; no such action, or an argument that it does not take.
-            QueueFullError: too many texts are to be read later.
-            InvalidOperationError: the engine is closed, or its requests share nothing.
+            QueueFullError: too many hints wait for the end of a step, or texts for their time.
+            InvalidOperationError: the engine is closed.
         """
-        hash(namespace)
-        self._settings.expect(prefix)
+        expect_own(namespace)
+        self._settings.expect(prefix, adapter)
         expect("hint", action, self._settings.features)
+        if self._events is not None:
+            self._events.expect(namespace)
         found = [self._new.prompt(each, prefix) for each in prompts]
-        hint = Hint.of(self._steps.forward, action, found, namespace, prefix, ttl, resume_in, after)
+        loaded = self.adapters.find(adapter)
+        hint = Hint.of(self._steps.forward, action, found, namespace, prefix, ttl, resume_in, after, loaded)
         hinted = hint.found(self._pool)
         self._steps.hint(hint)
         return hinted

@@ -10,8 +10,8 @@ import heapq
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack, suppress
 from itertools import count
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ __all__ = ["Prefetches"]
 logger = logging.getLogger("kvcache")
 
 _MOST, _OF_ONE = 1024, 128  # texts that are due later, and those of one owner
+_MOST_TOKENS = 1 << 24  # of them, of which one owner has a quarter
 _AT_A_TIME = 2
 _EARLY = 1.0  # seconds before a text comes back, beyond twice those of reading it
 _POLL = 0.01  # seconds between two looks at a lookup
@@ -73,16 +74,22 @@ class Prefetches:
 
     @property
     def texts(self) -> list[Text]:
-        """Those that are read now."""
+        """The texts that are read now."""
         return [each.text for each in self._reading]
 
     def expect_room(self, hint: Hint) -> None:
         """QueueFullError: too many texts are due later, in all or of the owner of this one; needs no lock."""
-        if hint.action == "prefetch":
-            owners = Counter(owner_of(each.text.namespace) for each in list(self._due))
-            mine, new = owners[owner_of(hint.texts[0].namespace)], len(hint.texts)
-            if owners.total() + new > _MOST or mine + new > _OF_ONE:
-                raise QueueFullError(_OF_ONE)
+        if hint.action != "prefetch":
+            return
+        texts, tokens = Counter[Hashable](), Counter[Hashable]()
+        for text in [*(each.text for each in list(self._due)), *hint.texts]:
+            texts[owner_of(text.namespace)] += 1
+            tokens[owner_of(text.namespace)] += text.num_tokens
+        mine = owner_of(hint.texts[0].namespace)
+        if texts[mine] > _OF_ONE or 4 * tokens[mine] > _MOST_TOKENS:
+            raise QueueFullError(_OF_ONE)
+        if texts.total() > _MOST or tokens.total() > _MOST_TOKENS:
+            raise QueueFullError(_MOST)
 
     def take(self, hint: Hint, now: float) -> None:
         """Do what a hint says. Raises nothing: where memory is short it changes nothing."""
@@ -123,7 +130,8 @@ class Prefetches:
             each = heapq.heappop(self._due)
             self._reading.append(each)
             if self._arrivals is not None:
-                self._arrivals.ask(each.text)
+                with suppress(MemoryError):  # of the system: what is cached is pinned then
+                    self._arrivals.ask(each.text)
         for each in list(self._reading):
             if self._arrivals is None or self._arrivals.has_ended(each.text):
                 self._reading.remove(each)

@@ -276,6 +276,9 @@ class Scheduler:
             work = self._waiting[0]
             work.regime = self._forward.regime(work.reach)
             work.space = self._forward.space_of(work)
+            if isinstance(work, SeenText) and self._is_there(work):
+                self.end(work, "length")
+                continue
             if self._park(work):
                 heapq.heappop(self._waiting)
                 continue
@@ -300,6 +303,15 @@ class Scheduler:
                     self.observed.began(work, now)
             elif work.computed > work.left_at >= 0 and work.num_tokens == work.num_prompt:
                 self.observed.arrived(work, work.computed - work.left_at)
+
+    def _is_there(self, text: SeenText) -> bool:
+        """Whether all of a text that nothing waits for is cached, and need not run; it counts as used then."""
+        if text.seen_by or not self.seen_texts.is_cached(text):
+            return False
+        text.cached_tokens = text.num_tokens
+        for stop, seconds in text.keep:
+            self.pins.add(text, stop, seconds, self._now)
+        return True
 
     def _start(self, work: Work) -> bool:
         """Give a work a sequence, if there is room, or pins give way; whether it has one."""

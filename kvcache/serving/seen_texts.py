@@ -10,6 +10,7 @@ A work that gives up its sequence gives up its parts too. What runs for it goes 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import count
 
 from kvcache.engine.documents import Placed, SegmentUse
@@ -119,8 +120,16 @@ class SeenTexts:
             if work not in text.seen_by:
                 text.seen_by.append(work)
 
+    def is_cached(self, text: SeenText) -> bool:
+        """Whether all tokens of a text are cached; a use of them."""
+        with ExitStack() as held:
+            index = self._pool.block_index
+            return index is not None and index.hold_part(text.part, text.space, held, again=False) is not None
+
     def give(self, text: SeenText) -> None:
         """Give the works that lack a text, which has run, their parts of it."""
+        if text.seq_id < 0:
+            return
         self._pool.keep_whole(text)
         for work in text.seen_by:
             if work.seq_id < 0 or work.prefix is None:

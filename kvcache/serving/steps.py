@@ -33,6 +33,8 @@ __all__ = ["Steps"]
 
 logger = logging.getLogger("kvcache")
 
+_MOST_HINTS = 64  # that wait for the end of a step
+
 
 class Steps:
     """Steps a scheduler.
@@ -54,6 +56,7 @@ class Steps:
         self.lock = MendingLock(CallLock(level=2), self._mend)
         self.inbox_lock = CallLock(level=0)
         self._inbox: deque[Work] = deque()
+        self._hints: deque[Hint] = deque()
         self._numbers = count()
         self._pending: dict[int, Pending] = {}  # of each work that has not ended
         self._woken: list[Pending] = []  # at the end of the step
@@ -120,15 +123,20 @@ class Steps:
             self._thread.wake()
 
     def hint(self, hint: Hint) -> None:
-        """Take a hint: now, or when the running step ends. QueueFullError: too many texts are due later."""
+        """Take a hint: now, or when the running step ends. QueueFullError: too many wait for it, or for their time."""
         self.expect_open()
         self._scheduler.prefetches.expect_room(hint)
-        self.lock.hand_over(partial(self._take_hint, hint))
+        if len(self._hints) >= _MOST_HINTS:
+            raise QueueFullError(_MOST_HINTS)
+        self._hints.append(hint)
+        self.lock.hand_over(self._take_hints)
         if self._thread is not None:
             self._thread.wake()
 
-    def _take_hint(self, hint: Hint) -> None:
-        self._scheduler.prefetches.take(hint, self.clock())
+    def _take_hints(self) -> None:
+        while self._hints:
+            self._scheduler.prefetches.take(self._hints[0], self.clock())
+            self._hints.popleft()
         self._publish()
 
     def _pause(self) -> float:

@@ -19,7 +19,7 @@ from kvcache.grammar.matcher import Matcher
 from kvcache.networks.protocols import Float32, NetworkConfig
 from kvcache.sampling.stop_strings import StopWatch
 from kvcache.sampling.text_stream import TextStream
-from kvcache.texts.behind import Behind
+from kvcache.texts.behind import Behind, reused_before
 from kvcache.texts.seen_parts import TextKey
 from kvcache.texts.text import Text, Tokens
 from kvcache.texts.text_adapter import TextAdapter
@@ -91,9 +91,7 @@ class Work(Text, ABC):
     @property
     def reused_tokens(self) -> int:
         """Tokens of `whole_prompt` that did not run for this request."""
-        parts = () if self.prefix is None else self.prefix.parts
-        ran = sum(len(part.tokens) - self.cached_texts.get(part.key, 0) for part in parts)
-        return self.cached_tokens + max(0, self.base - ran)
+        return self.cached_tokens + reused_before(self.prefix, self.cached_texts)
 
     @property
     def itself(self) -> Text:

@@ -53,9 +53,10 @@ class Exclusion(NamedTuple):
 
 
 _UNLIKE = ("window", "state", "silent", "index", "latent", "shared", "sizes", "positions", "both ways")
-_WHOLE_ALONE = ("eviction", "sparse", "residual", "window", "state", "index", "shared", "both ways")
 _CHOOSES = "a policy chooses among the tokens of layers that are alike, at positions that stay"
-_ELSEWHERE = (*_WHOLE_ALONE, "logprobs", "adapter")
+_ELSEWHERE = (
+    "eviction", "sparse", "residual", "window", "state", "index", "shared", "both ways", "logprobs", "adapter",
+)
 _AS_STORED = "tokens are read at other places than they were computed at, all of them, as the network stored them"
 _ENDS = "the text of a grammar ends where nothing may follow"
 EXCLUSIONS = {row.setting: row for row in (
@@ -71,9 +72,9 @@ EXCLUSIONS = {row.setting: row for row in (
         "prefix", "None", ("eviction", "sparse", "logprobs", "adapter"),
         "its heads have tokens of their own, which stay, and are those of the network without an adapter",
     ),
-    Exclusion("kvcache_mode", "recompute", _WHOLE_ALONE, "tokens behind an edit see parts of the text before it"),
     Exclusion("prefix: of parts of cached texts", "None", _ELSEWHERE, _AS_STORED),
     Exclusion("segments", "None", _ELSEWHERE, _AS_STORED),
+    Exclusion("kvcache_mode", "recompute", _ELSEWHERE, "tokens behind an edit see parts of the text before it"),
     Exclusion("embed", "none", ("eviction",), "a vector is of all tokens of its text"),
     Exclusion("keep", "none", ("eviction", "logprobs"), "such requests share no blocks, so none stay cached"),
     Exclusion("hint", "none", ("eviction", "both ways"), "no text is cached that it could be about"),

@@ -14,7 +14,7 @@ from typing import Any
 from kvcache.errors import CheckpointError
 from kvcache.support.descriptors import File, kind_of
 
-__all__ = ["checksum", "open_regular", "read_at", "read_part", "write_at"]
+__all__ = ["checksum", "file_version", "open_regular", "read_at", "read_part", "write_at"]
 
 _BUFFERS = 1000  # of one system call; the system takes 1024
 _BYTES = 1 << 30  # of one system call; the system takes just under 2**31
@@ -98,6 +98,12 @@ def read_part(fd: int, buffers: list[Any], offset: int, what: str) -> None:
     if not whole:
         size = sum(memoryview(buffer).nbytes for buffer in buffers)
         raise CheckpointError(f"{what}: expected {size} bytes at {offset}, got a truncated file")
+
+
+def file_version(path: str | os.PathLike[str] | int) -> tuple[int, ...]:
+    """Numbers that differ if a file, or an open one, was replaced or written, as far as its times tell."""
+    found = os.stat(path)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def checksum(buffers: Iterable[Any]) -> int:

@@ -6,7 +6,7 @@ texts. Cached blocks of a text behind something have a namespace of their own, w
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvcache.networks.protocols import Float32, Model
 
-__all__ = ["NO_PLACES", "Behind", "Part", "base_of", "is_behind", "name_of_space", "space_behind"]
+__all__ = ["NO_PLACES", "Behind", "Part", "base_of", "is_behind", "name_of_space", "reused_before", "space_behind"]
 
 Int64 = NDArray[np.int64]
 NO_PLACES: Int64 = np.empty(0, np.int64)
@@ -50,6 +50,7 @@ class Behind(Protocol):
         num_tokens: the position of the text's first token behind all of it.
         places: the positions of the text's first tokens where these lie among it, ascending; else empty.
         parts: the parts of cached texts that a query sees; empty: `attend` attends.
+        sinces, offsets: those of the parts, int64.
     """
 
     @property
@@ -58,6 +59,10 @@ class Behind(Protocol):
     def places(self) -> Int64: ...
     @property
     def parts(self) -> Sequence[Part]: ...
+    @property
+    def sinces(self) -> Int64: ...
+    @property
+    def offsets(self) -> Int64: ...
 
     def space(self, namespace: Hashable) -> Hashable:
         """The namespace of cached blocks of the texts behind it."""
@@ -79,6 +84,18 @@ class Behind(Protocol):
 def base_of(prefix: Behind | None) -> int:
     """The position of a text's first token, if the tokens before `places` end were consecutive; see `Text.base`."""
     return 0 if prefix is None else prefix.num_tokens - len(prefix.places)
+
+
+def reused_before(prefix: Behind | None, cached: Mapping[tuple[bytes, bytes], int]) -> int:
+    """How many tokens before a text did not run for it.
+
+    Args:
+        prefix: what it stands behind.
+        cached: of each cached text that it sees a part of the number of tokens that did not run.
+    """
+    if prefix is None:
+        return 0
+    return max(0, base_of(prefix) - sum(len(part.tokens) - cached.get(part.key, 0) for part in prefix.parts))
 
 
 def space_behind(name: bytes, namespace: Hashable, *, parts: bool = False) -> Hashable:

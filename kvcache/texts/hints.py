@@ -18,6 +18,7 @@ from kvcache.texts.behind import Behind
 from kvcache.texts.forward import Forward
 from kvcache.texts.pool import Pool
 from kvcache.texts.text import Text, Tokens
+from kvcache.texts.text_adapter import LoadedAdapter, TextAdapter
 
 __all__ = ["HINTS", "MOST_TEXTS", "Hint", "HintKind", "Hinted", "demote", "head_of"]
 
@@ -26,7 +27,7 @@ _MOST_SECONDS, _MOST_AFTER = 24 * 3600.0, 2**31
 
 
 class HintKind(NamedTuple):
-    """What a hint takes beside texts.
+    """The arguments of a hint beside its texts.
 
     Attributes:
         ttl: seconds that texts stay for where none are given; None: it takes none.
@@ -54,7 +55,7 @@ HINTS = {
 
 
 class Hinted(NamedTuple):
-    """What is known of the texts of a hint when it is given.
+    """The state of the texts of a hint when it is given.
 
     Attributes:
         action: a name of `HINTS`.
@@ -88,8 +89,11 @@ class Hint(NamedTuple):
     def of(
         cls, forward: Forward, action: Any, prompts: Sequence[Tokens], namespace: Hashable = None,
         prefix: Behind | None = None, ttl: Any = None, resume_in: Any = None, after: Any = None,
+        adapter: LoadedAdapter | None = None,
     ) -> Hint:
         """Check the arguments of a hint.
+
+        Texts with an activated adapter are those of the network itself: what follows its invocation is not cached.
 
         Raises:
             TypeError, ValueError: no such hint; too few or too many texts; an argument that it does not take, or no
@@ -108,16 +112,18 @@ class Hint(NamedTuple):
         first = 0 if after is None else as_count(after, "after", most=_MOST_AFTER)
         if kind.least > 1:
             prompts = [head_of(prompts)]
-        texts = []
+        texts, own = [], None
+        if adapter is not None and adapter.adapter.invocation_tokens is None:
+            own = TextAdapter.of(adapter, head_of(prompts))
         for tokens in prompts:
-            text = Text(tokens, namespace, prefix)
+            text = Text(tokens, namespace, prefix, own)
             text.regime = forward.regime(text.num_tokens)
             text.space = forward.space_of(text)
             texts.append(text)
         return cls(action, tuple(texts), seconds, due, first)
 
     def found(self, pool: Pool) -> Hinted:
-        """What the index of a pool has of its texts now; waits for no step."""
+        """Count what the index of a pool has of its texts now; waits for no step."""
         index, tokens = pool.block_index, sum(text.num_tokens for text in self.texts)
         if index is None:
             return Hinted(self.action, tokens, 0)

@@ -107,6 +107,7 @@ class SeenParts:
         places: the positions of the text's first tokens where these lie among the parts: they run again in place.
         name: a hash of all of this, 20 bytes.
         texts: the cached texts that it needs, each before those that stand behind it, without repetitions.
+        sinces, offsets: those of the parts, int64.
     """
 
     parts: tuple[SeenPart, ...]
@@ -114,6 +115,8 @@ class SeenParts:
     places: Int64 = field(default_factory=lambda: NO_PLACES)
     name: bytes = field(init=False)
     texts: tuple[SeenPart, ...] = field(init=False)
+    sinces: Int64 = field(init=False)
+    offsets: Int64 = field(init=False)
 
     def __post_init__(self) -> None:
         if len(self.places) > self.num_tokens or (np.diff(self.places, prepend=-1, append=self.num_tokens) <= 0).any():
@@ -136,6 +139,8 @@ class SeenParts:
                 found.setdefault(each.key, each)
         object.__setattr__(self, "name", digest.digest())
         object.__setattr__(self, "texts", tuple(found.values()))
+        object.__setattr__(self, "sinces", np.array([part.since for part in self.parts], np.int64))
+        object.__setattr__(self, "offsets", np.array([part.offset for part in self.parts], np.int64))
 
     @classmethod
     def of_segments(cls, head: Tokens, documents: Sequence[Tokens], link: int = 0) -> tuple[SeenParts, Tokens]:

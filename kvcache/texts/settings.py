@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,8 +83,13 @@ class CacheSettings(CacheArguments):
             raise ValueError(f"max_state_bytes: expected 0 or at least {own}, the bytes of a state, got {limit}")
         return replace(self, max_state_bytes=limit)
 
-    def expect(self, prefix: Behind | None, adapter: Any = None) -> Behind | None:
+    def expect(
+        self, prefix: Behind | None, adapter: Any = None, features: Collection[str] | None = None
+    ) -> Behind | None:
         """Check that texts, perhaps with an adapter, may stand behind a prefix, and return it.
+
+        Args:
+            features: `self.features`, where they are known.
 
         Raises:
             TypeError: another kind; a network that turns no queries to other positions.
@@ -93,13 +98,13 @@ class CacheSettings(CacheArguments):
         """
         if prefix is None:
             return None
-        features = self.features | (set() if adapter is None else {"adapter"})
+        found = {*(self.features if features is None else features), *(() if adapter is None else ("adapter",))}
         if isinstance(prefix, SeenParts):
-            expect("prefix: of parts of cached texts", prefix, features)
+            expect("prefix: of parts of cached texts", prefix, found)
             expect_turning(self.model, "sink_rows", "prefix", "texts that see parts of cached texts")
             return prefix
         as_instance(prefix, CompressedPrefix, "prefix").expect(self.model)
-        expect("prefix", prefix, features)
+        expect("prefix", prefix, found)
         return prefix
 
     @property

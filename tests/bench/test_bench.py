@@ -17,6 +17,8 @@ pytest.importorskip("bench.support.common")
 
 from bench.__main__ import BENCHES, main
 from bench.engine import shares
+from bench.prefix.agent_replay import HINTS, Costs, Replay, future_of, rules, through_index
+from bench.prefix.agent_traces import AgentMix, agent_trace
 from bench.prefix.policies import POLICIES, lru, optimal, replay
 from bench.prefix.trace import through_trie
 from bench.prefix.workloads import Mix, from_mooncake, synthetic
@@ -49,6 +51,29 @@ def test_no_policy_beats_the_optimum():
         best = optimal(trace, capacity).hits
         assert all(replay(trace, capacity, rank).hits <= best for rank in POLICIES.values())
     assert replay(trace, trace.num_pages, lru).hits == optimal(trace, trace.num_pages).hits
+
+
+def test_agents_through_the_index():
+    """The replay of LRU, with texts that are released and without, finds what the library's index finds."""
+    trace, costs = agent_trace(AgentMix(sessions=2, every=20.0)), Costs()
+    assert trace == agent_trace(AgentMix(sessions=2, every=20.0))
+    pages = {page for request in trace for page in request.pages}
+    keys = rules(costs, future_of(trace))
+    known = Replay(len(pages), keys["LRU"], costs).run(trace)
+    assert known.hits == known.known, "nothing is evicted"
+    assert known.again == 0
+    for share in (0.1, 0.3):
+        capacity = int(len(pages) * share)
+        for release in (False, True):
+            done = Replay(capacity, keys["LRU"], costs, release=release).run(trace)
+            assert done.hits == through_index(trace, capacity, release=release)
+        best = Replay(capacity, keys["the future known, by tokens"], costs).run(trace).hits
+        for key in keys.values():
+            assert Replay(capacity, key, costs).run(trace).hits <= best
+        for tier, rule, hints in HINTS.values():
+            replay = Replay(capacity, keys[rule], costs, tier, **hints)
+            assert replay.run(trace).known == known.known
+            assert len(replay.pages) <= capacity
 
 
 def test_benches_need_no_more_than_numpy_until_they_run():

@@ -52,7 +52,8 @@ def test_the_tokens_of_cleared_results_are_not_seen(engine):
         if not cleared:
             assert prompt.prefix is None
             continue
-        assert len(prompt.tokens) < 12, "but for the last words, all stands before the edit"
+        ends = engine.tokenizer.decode(ids[: prompt.prefix.num_tokens]).rpartition("step ")[2]
+        assert ends == f"{length // 2 - 1}", "the edit is made behind the text of the last answer"
         gone = np.setdiff1d(np.arange(prompt.prefix.num_tokens), prompt.prefix.positions(0))
         assert prompt.applied_edits[0]["cleared_input_tokens"] == len(gone)
         text = engine.tokenizer.decode([ids[place] for place in gone])
@@ -71,7 +72,8 @@ def test_a_result_without_a_text_is_none_to_mask(engine):
     masks = EditMasks(messages, [Clearing(4, used)])
     ends = masks.located(write, write(messages))
     assert write(messages)[ends[0] : ends[1]] == "c w w w w"
-    assert ends[2] == ends[1], "the edit is made behind it"
+    assert write(messages)[: ends[2]].endswith("ok")
+    assert masks.chain([5, 9, 3], 30) == [(9, [(5, 9)])], "what is new and cleared at once has been seen"
     assert masks.chain([5, 9, 9], 30) == [(9, [(5, 9)])]
     assert masks.chain([9, 9, 9], 30) == [], "a span of no token"
     assert masks.chain([5, 9, 9], 9) == [(8, [(5, 9)])], "the last token runs"
@@ -165,6 +167,8 @@ def test_a_cold_text_has_the_bits_of_a_warm_one(path, tmp_path):
         same(turns(warm, TALKS[1])[-1], wanted[1])
         answer = warm.chat(TALKS[1], GREEDY, edits=[MASK])
         assert ([*answer] and answer.tokens) == wanted[1].tokens
+        assert answer.prompt_tokens == len(whole(warm, warm.chat_prompt(TALKS[1]), TALKS[1]))
+        assert answer.prompt_tokens - 17 < answer.cached_tokens <= answer.prompt_tokens
         assert answer.applied_edits
         more |= {"dtype": dtype}
         for blocks, folder in BATCHES[: 4 if dtype == "f16" else 1]:

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 from blocks import Scattered
 from oracles import kernels as oracle
+from oracles.bits import merged
 
 from kvcache import PagedKvCache, merge_attention
 from kvcache.kernels import kernelcalls
+from kvcache.kernels.functions import merge_parts
 
 FORMATS = {"f32": 2e-5, "f16": 2e-5, "q8": 0.01, "q6": 0.01, "q4": 0.01, "q3": 0.01, "q2": 0.01}
 
@@ -115,3 +117,43 @@ def test_shares_of_any_size(rng, shape):
     for i in range(len(a)):  # rows are independent
         one = slice(i, i + 1)
         np.testing.assert_array_equal(merge_attention(a[one], odds[one], b[one], zeros[one])[0], found[one])
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 9, 64), (7, 2, 7)])
+def test_any_number_of_parts_merge_in_their_order(rng, shape):
+    """Rows have from no part to four, in any places; each merges as pairs do, bit for bit, and its own row is last."""
+    n, heads, dim = shape
+    counts = [row % 5 for row in range(1, n + 1)]
+    starts, total = np.concatenate([[0], np.cumsum(counts)]), sum(counts)
+    chosen = rng.permutation(total)
+    parts, mixed = rng.standard_normal((total, heads, dim), np.float32), rng.standard_normal(shape, np.float32)
+    logs, masses = (
+        rng.choice(np.array([-np.inf, -1e30, -90, -3, -0.1, 0, 0.2, 5, 100], np.float32), each.shape[:2])
+        for each in (parts, mixed)
+    )
+    want = [
+        merged([(parts[i, None], logs[i, None]) for i in chosen[starts[row] : starts[row + 1]]],
+               (mixed[row, None], masses[row, None])) if counts[row] else (mixed[row, None], masses[row, None])
+        for row in range(n)
+    ]
+    two = merge_attention(parts[:1], logs[:1], mixed[:1], masses[:1])
+    pair = merged([(parts[:1], logs[:1])], (mixed[:1], masses[:1]))
+    assert [each.tobytes() for each in two] == [each.tobytes() for each in pair]
+    merge_parts(starts, chosen, parts.copy(), logs.copy(), mixed, masses)
+    assert mixed.tobytes() == np.concatenate([each for each, _ in want]).tobytes()
+    assert masses.tobytes() == np.concatenate([each for _, each in want]).tobytes()
+
+
+def test_parts_that_do_not_fit_are_refused(rng):
+    starts, chosen = np.array([0, 1, 2]), np.array([1, 0])
+    parts, logs = np.zeros((2, 3, 4), np.float32), np.zeros((2, 3), np.float32)
+    good = [starts, chosen, parts, logs, parts.copy(), logs.copy()]
+    merge_parts(*good)
+    for place, wrong, words in (
+        (0, starts[:2], "shapes that agree"), (0, np.array([0, 2, 1]), "starts"), (0, np.array([1, 1, 2]), "starts"),
+        (0, np.array([0, 1, 1]), "starts"), (0, starts.astype(np.int32), "contiguous"), (1, np.array([2, 0]), "chosen"),
+        (1, np.array([-1, 0]), "chosen"), (2, parts.astype(np.float64), "contiguous"), (3, logs[:1], "shapes"),
+        (4, parts[:, :2].copy(), "shapes"), (5, logs.T, "contiguous"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            merge_parts(*[wrong if i == place else each for i, each in enumerate(good)])

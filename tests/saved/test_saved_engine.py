@@ -1,11 +1,13 @@
 """The saved prefix cache of an engine: the same answers with less prefill, and only for the same model."""
 
 import dataclasses
+from collections import namedtuple
 
 import numpy as np
 import pytest
 from places import GOLDEN, MODELS, in_every_build
 from saved_caches import set_bits
+from seeded_weights import golden_folder
 from tier_stores import SECRET, ObjectStore
 
 from kvcache import BatchEngine, SnapshotError
@@ -178,6 +180,40 @@ def test_what_a_fingerprint_sees(network):
         names.add(fingerprint(Transformer(network.config, moved)))
     arrays = sum(array is not None for array in layer.arrays())
     assert len(names) == 1 + 3 + arrays + 3
+
+
+NAMES = {  # saved caches and tiers have them
+    "llama": "LlamaForCausalLM-2x64-ab01ca9fdaf64b404fe0336489a8452a",
+    "gemma4": "Gemma4ForCausalLM-8x48-9174a3638f29916eb4df9b216141efce",
+    "qwen3_next": "Qwen3NextForCausalLM-3x48-3cb2adbb804f02f72a14967a759aa70c",
+}
+
+
+def test_a_new_field_with_a_default_changes_no_name(network):
+    """A field of the configuration, or of its parts; another value changes the name, as does a field without a default."""
+    for name, expected in NAMES.items():
+        found = fingerprint(Transformer.from_pretrained(golden_folder(name)))
+        assert found == expected, "the name has changed: a new field needs a default, and a default must stay"
+
+    def wider(part, *default, **given):
+        """A copy of a part of a configuration with a field more."""
+        added = [("added", int, *(dataclasses.field(default=each) for each in default))]
+        kind = dataclasses.make_dataclass("Wider", added, bases=(type(part),), frozen=True, kw_only=True)
+        return kind(**{each.name: getattr(part, each.name) for each in dataclasses.fields(part)} | given)
+
+    def name_of(config):
+        return fingerprint(Transformer(config, network.weights))
+
+    config, rope, name = network.config, network.config.rope, fingerprint(network)
+    assert name_of(wider(config, 0)) == name_of(dataclasses.replace(config, rope=wider(rope, 0))) == name
+    others = [wider(config, 0, added=1), wider(config, added=0)]
+    others.append(dataclasses.replace(config, rope=wider(rope, 0, added=1)))
+    one = config.sizes[0]
+    sizes_of = namedtuple("Wider", [*one._fields, "added"], defaults=[*one._field_defaults.values(), 0])
+    for added in (0, 1):
+        sizes = tuple(sizes_of(*each, added) for each in config.sizes)
+        assert (name_of(dataclasses.replace(config, sizes=sizes)) == name) == (added == 0)
+    assert len({name, *map(name_of, others)}) == 4
 
 
 def test_a_fingerprint_does_not_depend_on_memory_order(network):

@@ -170,7 +170,7 @@ def test_loading_and_unloading(path, folders):
             ({"lora_name": "b", "lora_path": "b"}, 400, "lora_name: expected one that is not loaded, or load_inplace"),
             ({"lora_name": MODEL, "lora_path": "b"}, 400, "lora_name: expected a name that nothing else has"),
             ({"lora_name": "d"}, 400, "lora_path: expected one, got none"),
-            ({"lora_name": "d", "lora_path": "none"}, 404, "lora_path: expected an adapter that can be read, "),
+            ({"lora_name": "d", "lora_path": "none"}, 404, "lora_path: expected an adapter there, got none: "),
             ({"lora_name": "d", "lora_path": "../tiny"}, 400, "lora_path: expected a path in the folder of adapters"),
             ({"lora_name": "d", "lora_path": "/etc"}, 400, "lora_path: expected a path in the folder of adapters"),
             ({"lora_name": "d", "lora_path": "."}, 400, "lora_path: expected a path in the folder of adapters"),
@@ -282,6 +282,26 @@ def test_reports(path, folders):
     assert 'kvcache_adapter_requests_total{adapter="b"} 0' in metrics
     assert [each.get("adapter") for each in told if each["path"] == "/v1/completions"] == [None, "a", "a"]
     assert str(folders) not in metrics + "".join(lines)
+
+
+def test_hints_name_an_adapter_as_requests_do(path, folders):
+    def hint(served, name, kind="kv.pin"):
+        action = {"action_version": "1", "action_type": kind, "payload": {}}
+        body = {"prompt": "x" * 64, "kv_hints": {"protocol_version": "0.1", "actions": [action]}, "model": name}
+        status, answer = posted(served, "/v1/cache/hints", body)
+        return status, answer if status != 200 else json.loads(answer)
+
+    with serving(path, folders) as served:
+        served.client().completions.create(model="a", prompt="x" * 64, max_tokens=1)
+        found = {name: hint(served, name)[1] for name in (MODEL, "a", "b")}
+        assert [found[name]["results"][0]["status"] for name in found] == ["missing", "accepted", "missing"]
+        assert [each["model"] for each in found.values()] == [MODEL, "a", "b"]
+        body = {"prompt": "x" * 64, "model": "b", "nvext": {"agent_hints": {"speculative_prefill": True}}}
+        assert posted(served, "/v1/cache/hints", body)[0] == 200
+        while served.engine.stats().running + served.engine.stats().waiting:
+            pass
+        assert hint(served, "b")[1]["results"][0]["tokens_found"] >= 48
+        assert hint(served, "c")[0] == 404
 
 
 def test_a_model_on_demand(path, folders, tmp_path, caplog):

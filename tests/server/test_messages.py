@@ -1,13 +1,17 @@
 """Anthropic's interface, asked by its client."""
 
 import json
+from dataclasses import replace
 
 import anthropic
 import pytest
 from http_servers import MODEL, SAID, SCHEMA, TALK, Served, answer, post, tiny_file, tools_template
+from places import GOLDEN
 
+from kvcache import BatchEngine
 from kvcache.engine.edits import CLEARED
 from kvcache.server.fingerprints import Fingerprints
+from kvcache.server.served_model import ServedModel
 
 pytestmark = pytest.mark.one_build
 
@@ -290,6 +294,59 @@ def test_results_are_cleared_as_the_body_asks(served):
     assert got.model_extra["context_management"] == {"applied_edits": [gone]}
     first = next(iter(create(**given, stream=True, extra_body={"context_management": EDITS})))
     assert first.model_extra["context_management"] == {"applied_edits": [gone]}
+
+
+MASKED = {"edits": [EDITS["edits"][1] | {"kvcache_mode": "mask"}]}
+
+
+def used_by(usage):
+    """The tokens of a prompt, and those of it that did not run."""
+    cached = usage.cache_read_input_tokens
+    return cached + usage.cache_creation_input_tokens + usage.input_tokens, cached
+
+
+def test_results_are_masked_where_the_body_asks(served, path):
+    """The answer is that of the engine behind the same edits; a turn runs its own tokens alone."""
+    served.engine.clear_cache()
+    served.engine.sampling_params = replace(served.alone.sampling_params, temperature=0.0)
+    client = client_of(served).beta.messages
+    asks = {"tools": anthropic.omit, "max_tokens": 6}
+    before = client.create(**asked(messages=USES[:5], **asks), context_management=MASKED)
+    assert before.context_management.applied_edits == []
+    got = client.create(**asked(messages=USES, **asks), context_management=MASKED)
+    (gone,), size = got.context_management.applied_edits, client.count_tokens(model=MODEL, messages=USES)
+    cleared = {"cleared_tool_uses": 2, "cleared_input_tokens": 100}
+    assert gone.model_dump() == {"type": "clear_tool_uses_20250919", **cleared}
+    whole, cached = used_by(got.usage)
+    assert (whole, cached >= used_by(before.usage)[0] - 17) == (size.input_tokens, True)
+    counted = client.count_tokens(model=MODEL, messages=USES, context_management=MASKED)
+    assert (counted.input_tokens, counted.context_management.original_input_tokens) == (whole - 100, whole)
+    # as the engine does it by itself
+    talk = served.model.message(asked(messages=USES, model=MODEL, max_tokens=6, tools=[]), None)
+    messages = talk.asked.conversation.messages
+    prompt = served.alone.chat_prompt(messages, MASKED["edits"])
+    want = served.alone.complete(prompt.tokens, temperature=0.0, max_tokens=6, prefix=prompt.prefix)
+    text = served.alone.apply_chat_template(messages)
+    other = served.alone.complete(text, temperature=0.0, max_tokens=6)
+    events = [*client.create(**asked(messages=USES, **asks), context_management=MASKED, stream=True)]
+    text = "".join(each.delta.text for each in events if each.type == "content_block_delta")
+    assert (got.content[0].text, text) == (want.text, want.text)
+    assert (want.text != other.text, used_by(events[0].message.usage)) == (True, (whole, whole - 1))
+    # a server may do so by itself, but for arguments of calls, which are no texts of their own
+    with Served(served.path, limits={"edit_masks": True}) as masking:
+        other = client_of(masking).beta.messages
+        more = {"betas": ["context-management-2025-06-27"], "model": MODEL, "messages": USES}
+        for fields in ({}, {"kvcache_mode": "recompute"}, {"clear_tool_inputs": True}):
+            edit = EDITS["edits"][1] | fields
+            found = other.count_tokens(**more, context_management={"edits": [edit]})
+            alone = client.count_tokens(**more, context_management={"edits": [{"kvcache_mode": "recompute", **edit}]})
+            assert (found.input_tokens == alone.input_tokens) == bool(fields)
+
+
+def test_a_network_with_windows_masks_nothing(tmp_path):
+    engine = BatchEngine.from_pretrained(GOLDEN / "gemma2", num_blocks=40)
+    with pytest.raises(ValueError, match="kvcache_mode: expected recompute with layers that have a window, got 'mask'"):
+        ServedModel(engine, MODEL, edit_masks=True)
 
 
 def test_what_is_too_long_may_fit_after_its_edits(served):

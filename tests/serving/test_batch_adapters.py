@@ -357,3 +357,27 @@ def test_tiers_name_values_by_the_adapter(name, tmp_path):
         engine.tiers.head_start = 60
         for (tokens, adapter, params), want in zip(asked, wanted, strict=True):
             assert engine.submit(tokens, params, adapter=adapter).result() == want.tokens
+
+
+def test_hints_are_about_the_texts_of_their_adapter(network):
+    """They find, pin and forget the text with that adapter, not another one of the same tokens."""
+    adapters = adapters_of(network)
+    engine = BatchEngine(network, num_blocks=60, block_size=8, adapters=adapters)
+    for name in (None, "a"):
+        engine.submit(STEM, GREEDY, adapter=name, max_tokens=1)
+    run(engine)
+    found = {name: engine.hint("pin", STEM, adapter=name).tokens_found for name in (None, "a", "b", "late")}
+    assert found == {None: 48, "a": 48, "b": 0, "late": 48}
+    assert engine.hint("release", STEM, adapter="a").tokens_found == 48
+    run(engine)
+    assert [engine.hint("demote", STEM, adapter=name).tokens_found for name in (None, "a")] == [48, 0]
+    for call in (engine.hint, PrefixCachedEngine(InferenceEngine(network, adapters=adapters), 40).hint):
+        with pytest.raises(ValueError, match="adapter: expected one of"):
+            call("release", STEM, adapter="none")
+        with pytest.raises(ValueError, match="namespace: expected none that a prefix or an adapter names"):
+            call("release", STEM, namespace=("with an adapter", adapters["a"].digest, None))
+    cached = PrefixCachedEngine(InferenceEngine(network, adapters=adapters), 40)
+    for name in ("a", "b"):
+        cached.generate(STEM, GREEDY, adapter=name, max_tokens=1)
+    assert cached.hint("release", STEM, adapter="a").tokens_found == 48
+    assert [cached.hint("demote", STEM, adapter=name).tokens_found for name in "ab"] == [0, 48]

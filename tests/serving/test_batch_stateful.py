@@ -16,6 +16,7 @@ from windowed_networks import Windowed
 from kvcache import BatchEngine, OutOfMemoryError, QueueFullError
 from kvcache.calibration.calibrating import measure
 from kvcache.engine import Transformer
+from kvcache.texts.seen_parts import SeenParts
 
 INDEXED = Transformer.from_pretrained(golden_folder("glm_moe_dsa"))
 LATENT = Transformer.from_pretrained(golden_folder("deepseek_v3"))
@@ -52,6 +53,18 @@ NETWORKS = {
 ALONE = {kind: Alone(NETWORKS.get(kind, NETWORK), block_size=8, **options) for kind, options in OPTIONS.items()}
 
 
+SEEING = ["f32", "f16", "q8", "q4"]  # kinds whose texts may see parts of cached texts
+HEAD = PROMPTS[0][:11]
+
+
+def seen(which, link):
+    """What a text sees before it: segments, one of them twice, or an edit of an edit; and its tokens that run again."""
+    first, second = PROMPTS[which % 5][:20], PROMPTS[which % 3 + 5][:13]
+    if which % 4 == 3:
+        return SeenParts.of_edit(second, [(2, 5), (22, 25)], SeenParts.of_edit(first, [(1, 3)])), first[:0]
+    return SeenParts.of_segments(HEAD, [first, second, first][: which % 4 + 1], link)
+
+
 class Requests(RuleBasedStateMachine):
     """The pool holds a few of the texts; the largest, 60 tokens and 24 new ones, fits alone."""
 
@@ -78,22 +91,29 @@ class Requests(RuleBasedStateMachine):
         namespace=st.sampled_from([None, "a", ("b", 1)]), priority=st.integers(-2, 2),
         deadline=st.sampled_from([None, None, 3.0]), n=st.sampled_from([1, 1, 1, 3]),
         keep=st.sampled_from([None, None, 0.0, 2.0, 50.0, [(1, 9.0), (17, 2.0)]]),
+        link=st.sampled_from([None, None, 0, 4]),
     )
-    def submit(self, which, seed, draw, most, namespace, priority, deadline, n, keep):
+    def submit(self, which, seed, draw, most, namespace, priority, deadline, n, keep, link):
         if self.engine is None:
             return
         params = draw(seed, most, logprobs=1)
-        prompt, waiting = self.prompt(which), self.engine.stats().waiting
+        prompt, waiting, prefix = self.prompt(which), self.engine.stats().waiting, None
+        if link is not None and self.kind in SEEING:
+            prefix, again = seen(which, link)
+            prompt = np.concatenate([again, prompt[:9]])
         try:
             request = self.engine.submit(
                 prompt, params, namespace=namespace, priority=priority, deadline=deadline, n=n,
-                keep=None if isinstance(keep, list) and len(prompt) < 17 else keep,
+                keep=None if isinstance(keep, list) and len(prompt) < 17 else keep, prefix=prefix,
             )
         except QueueFullError:
             assert waiting + n > 12
             return
+        except OutOfMemoryError:
+            assert prefix is not None
+            return
         made = [replace(params, seed=seed + i) for i in range(n)]
-        self.open.append((request, prompt, made))
+        self.open.append((request, prompt, made, prefix))
 
     def prompt(self, which):
         return PROMPTS[which] % np.uint32(NETWORKS.get(self.kind, NETWORK).config.vocab_size)
@@ -134,9 +154,9 @@ class Requests(RuleBasedStateMachine):
     @invariant()
     def every_text_is_right(self):
         for entry in list(self.open):
-            request, prompt, params = entry
+            request, prompt, params, prefix = entry
             for tokens, each in zip(self.new(request), params, strict=True):
-                want = ALONE[self.kind](prompt, each)
+                want = ALONE[self.kind](prompt, each, prefix)
                 assert tokens == want.tokens[: len(tokens)]
             if request.is_finished:
                 self.open.remove(entry)
@@ -145,9 +165,9 @@ class Requests(RuleBasedStateMachine):
     def new(self, request):
         return [sample.new_tokens for sample in request.works]
 
-    def finished(self, request, prompt, params):
+    def finished(self, request, prompt, params, prefix):
         for got, each in zip(request.completions(), params, strict=True):
-            want = ALONE[self.kind](prompt, each)
+            want = ALONE[self.kind](prompt, each, prefix)
             if got.finish_reason in ("cancelled", "deadline"):
                 assert got.logprobs == want.logprobs[: len(got.tokens)]
             else:

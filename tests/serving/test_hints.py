@@ -18,7 +18,7 @@ from windowed_networks import Windowed
 from kvcache import BatchEngine, EvictionPolicy, SamplingParams
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, Transformer
 from kvcache.errors import InvalidOperationError, QueueFullError
-from kvcache.serving import exposition, prefetches
+from kvcache.serving import exposition, prefetches, steps
 from kvcache.tiers import Tiers, lookups
 
 pytestmark = pytest.mark.one_build
@@ -261,6 +261,16 @@ def test_engines_that_take_none(monkeypatch):
     for owner in (("a", 2), "c"):
         with pytest.raises(QueueFullError):
             engine.hint("prefetch", text(1, 20), namespace=owner, resume_in=50.0)
+    monkeypatch.setattr(prefetches, "_MOST_TOKENS", 80)
+    with pytest.raises(QueueFullError):
+        engine.hint("prefetch", text(1, 21), namespace="d", resume_in=50.0)
+    monkeypatch.setattr(steps, "_MOST_HINTS", 1)
+    with engine._steps.lock:  # as a step holds it
+        engine.hint("pin", text(1, 20))
+        with pytest.raises(QueueFullError):
+            engine.hint("pin", text(1, 20))
+        assert engine.stats().hints == 3
+    assert engine.stats().hints == 4
     engine.close()
     with pytest.raises(InvalidOperationError):
         engine.hint("pin", [1])

@@ -3,6 +3,7 @@
 import socket
 import threading
 from dataclasses import replace
+from functools import wraps
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -14,6 +15,7 @@ from places import GOLDEN
 from tokenizers.pre_tokenizers import ByteLevel
 
 from kvcache import BatchEngine, InferenceEngine
+from kvcache.engine import Transformer
 from kvcache.server.app import make_app
 from kvcache.server.served_model import ServedModel
 
@@ -111,6 +113,7 @@ class Gated:
         self.closed, self.permits, self.waiting = False, threading.Semaphore(0), threading.Event()
         self.error = self.follow = None
 
+    @wraps(Transformer.forward)  # it has the arguments of that
     def forward(self, tokens, *args, **places):
         if self.closed:
             self.waiting.set()

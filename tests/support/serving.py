@@ -3,7 +3,7 @@
 import numpy as np
 from oracles.text import PlainTexts
 
-from kvcache import SamplingParams
+from kvcache import InferenceEngine, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=8)
 
@@ -53,15 +53,23 @@ def prompts(seed, count, longest, vocab_size=250):
 
 
 class Alone:
-    """The answer of each request alone, by the plain twin of the engines; answers are remembered."""
+    """The answer of each request alone, by the plain twin of the engines; answers are remembered.
+
+    What stands behind parts of cached texts is answered by an `InferenceEngine`, which has no cache between requests.
+    """
 
     def __init__(self, model, **options):
         self.texts, self.answers = PlainTexts(model, **options), {}
+        self.model, self.options = model, options
 
-    def __call__(self, prompt, params):
-        key = prompt.tobytes(), params
+    def __call__(self, prompt, params, prefix=None):
+        key = prompt.tobytes(), params, None if prefix is None else prefix.name
         if key not in self.answers:
-            self.answers[key] = self.texts.complete(prompt, params)
+            if prefix is None:
+                self.answers[key] = self.texts.complete(prompt, params)
+            else:
+                engine = InferenceEngine(self.model, **self.options)
+                self.answers[key] = engine.complete(prompt, params, prefix=prefix)
         return self.answers[key]
 
     def score(self, tokens):

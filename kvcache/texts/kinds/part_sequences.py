@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from itertools import count
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import KvCacheError
+from kvcache.kernels.functions import merge_parts
 from kvcache.networks.protocols import Float32
 from kvcache.paged.cache import PagedKvCache
-from kvcache.paged.merging import merge_attention
 from kvcache.paged.queried import QueriedSequences
 from kvcache.texts.block_index import PartStart
 from kvcache.texts.text import Text
@@ -94,49 +93,47 @@ class PartSequences:
         self.free(sorted(self.ids.difference(kept)))
 
 
-class _Merge(NamedTuple):
-    """Which rows of a pass see a part: those from `first` to `stop`; its own rows begin at `start`."""
-
-    first: int
-    stop: int
-    start: int
-
-
 class PartQueries:
     """The queries of a pass that attend to parts.
 
     Args:
         texts: those of the pass.
         index: which of `Text.places` has the ids of sequences.
+        own_ids: their own sequences; None: these are attended to apart.
         lens: the rows of each.
 
     Attributes:
+        with_own: whether there are `own_ids`, and each text has one row: queries for these sequences come first.
         sequences: the parts, as a cache takes them; each has the rows that see it.
         rows: which row of the pass each of their queries is, `(m,)`.
         positions: where these queries are turned to, `(m,)`.
     """
 
-    def __init__(self, texts: Sequence[Text], index: int, lens: Int64) -> None:
-        ids, counts, rows, places = list[int](), list[int](), list[Int64](), list[Int64]()
-        self._merges: list[tuple[int, int, list[_Merge]]] = []
-        stop = start = 0
+    def __init__(self, texts: Sequence[Text], index: int, own_ids: NDArray[np.uint64] | None, lens: Int64) -> None:
+        self.with_own = own_ids is not None and bool((lens == 1).all())
+        ids, counts, rows, places = list[int](), list[Int64](), list[Int64](), list[Int64]()
+        stop = 0
         for text, length in zip(texts, lens.tolist(), strict=True):
             stop += length
             if text.prefix is None or not text.prefix.parts:
                 continue
-            own, merges = text.places_of(text.computed, length), list[_Merge]()
-            for part, seq_id in zip(text.prefix.parts, text.places[index], strict=True):
-                unseen = max(0, part.since - text.computed)
-                if unseen < length:
-                    ids.append(seq_id)
-                    counts.append(length - unseen)
-                    rows.append(np.arange(stop - length + unseen, stop))
-                    places.append(own[unseen:] - part.offset)
-                    merges.append(_Merge(stop - length + unseen, stop, start))
-                    start += length - unseen
-            self._merges.append((stop - length, stop, merges))
-        self.rows, self.positions = np.concatenate(rows), np.concatenate(places)
-        self.sequences = QueriedSequences(np.array(ids, np.uint64), np.array(counts)).kept()
+            sinces, offsets = text.prefix.sinces, text.prefix.offsets
+            own = np.arange(length)
+            sees = sinces[:, None] <= own + text.computed  # (parts, rows)
+            count = sees.sum(axis=1)
+            ids += [seq_id for seq_id, some in zip(text.places[index], count.tolist(), strict=True) if some]
+            counts.append(count[count > 0])
+            rows.append(np.broadcast_to(own + (stop - length), sees.shape)[sees])
+            places.append((text.places_of(text.computed, length) - offsets[:, None])[sees])
+        own_rows = list[Int64]()
+        if self.with_own and own_ids is not None:  # one query each, of the last token: it sees all
+            own_rows, bases = [np.arange(stop)], [text.places_of(text.computed, 1) for text in texts]
+            ids, counts, places = own_ids.tolist() + ids, [np.ones(stop, np.int64), *counts], bases + places
+        parts = np.concatenate(rows)
+        self.rows, self.positions = np.concatenate([*own_rows, parts]), np.concatenate(places)
+        self._chosen = np.argsort(parts, kind="stable")  # by rows, and of each the parts in their order
+        self._starts = np.searchsorted(parts[self._chosen], np.arange(stop + 1))
+        self.sequences = QueriedSequences(np.array(ids, np.uint64), np.concatenate(counts)).kept()
 
     @staticmethod
     def are_due(texts: Sequence[Text], lens: Int64) -> bool:
@@ -146,21 +143,17 @@ class PartQueries:
                 return True
         return False
 
-    def merge(self, mixed: Float32, masses: Float32, outputs: Float32, logs: Float32) -> None:
-        """Merge what rows found of their parts, in the order of these, and of their own text, `mixed`, in place.
+    def merged(self, own: tuple[Float32, Float32] | None, outputs: Float32, logs: Float32) -> Float32:
+        """The outputs of the rows of the pass: of their parts, in the order of these, and last of their own text.
 
         Args:
-            mixed, masses: outputs and log-sum-exps of the rows of the pass.
-            outputs, logs: those of the queries of parts.
+            own: outputs and log-sum-exps of the rows over their own texts; None: `with_own`.
+            outputs, logs: those of the queries; they are scratch afterwards.
         """
-        for first, stop, merges in self._merges:
-            if not merges:
-                continue
-            found, lse = np.zeros_like(mixed[first:stop]), np.full_like(masses[first:stop], -np.inf)
-            for each in merges:
-                rows = slice(each.first - first, stop - first)
-                part = slice(each.start, each.start + each.stop - each.first)
-                found[rows], lse[rows] = merge_attention(found[rows], lse[rows], outputs[part], logs[part])
-            mixed[first:stop], masses[first:stop] = merge_attention(
-                found, lse, mixed[first:stop], masses[first:stop]
-            )
+        count = len(self._starts) - 1
+        if own is None:
+            mixed, masses, outputs, logs = outputs[:count], logs[:count], outputs[count:], logs[count:]
+        else:
+            mixed, masses = own
+        merge_parts(self._starts, self._chosen, outputs, logs, mixed, masses)
+        return mixed

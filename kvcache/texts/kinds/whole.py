@@ -57,6 +57,7 @@ class WholeLayers(Layers):
         self._calls = calls_of(layers, attention, top_tokens=sparse_tokens)
         self._parts = calls_of(layers, attention, return_lse=True)
         self._seen, self._seen_calls = PartSequences(cache), _calls_of_parts(self._parts)
+        self._has_sinks = any(each is not None and each.sinks is not None for each in attention)
         self.held = set[int]()
         self.layers = tuple(self._calls)
         self._most_drafts, self.own_ids = most_drafts, own_ids
@@ -159,7 +160,7 @@ class WholeLayers(Layers):
     def attend(self, texts: Sequence[Text], index: int, ids: Ids, lens: Lens) -> tuple[LayerCall, dict[str, Any]]:
         sequences = QueriedSequences(ids, lens).kept()
         if any(map(_prefix, texts)):
-            return self._attend_behind(sequences, texts, index, lens)
+            return self._attend_behind(sequences, texts, index, ids, lens)
         if self._indexes:
             return self._attend_chosen(sequences), {}
         return partial(self.cache.write_and_attend, sequences, self._calls), {}
@@ -182,22 +183,28 @@ class WholeLayers(Layers):
         return attend
 
     def _attend_behind(
-        self, sequences: QueriedSequences, texts: Sequence[Text], index: int, lens: Lens
+        self, sequences: QueriedSequences, texts: Sequence[Text], index: int, ids: Ids, lens: Lens
     ) -> tuple[LayerCall, dict[str, Any]]:
         """Attention where some rows stand behind a compressed prefix, or see parts of cached texts."""
         behind = _rows_behind(texts, lens)
-        seen = PartQueries(texts, index, lens) if PartQueries.are_due(texts, lens) else None
+        own_ids = None if behind or self._has_sinks else ids
+        seen = PartQueries(texts, index, own_ids, lens) if PartQueries.are_due(texts, lens) else None
+        at_once = seen is not None and seen.with_own
 
         def attend(layer: int, queries: Float32, keys: Any, values: Any, turned: Any = None, /, *_: Any) -> Float32:
-            found: Any = self.cache.write_and_attend(sequences, self._parts, layer, queries, keys, values)
-            mixed, masses = found
+            own: Any = None
+            if at_once:
+                self.cache.write_new(sequences, self._parts, layer, keys, values)
+            else:
+                own = self.cache.write_and_attend(sequences, self._parts, layer, queries, keys, values)
             for prefix, rows in behind:
+                mixed, masses = own
                 output, mass = prefix.attend(layer, queries[rows])
                 mixed[rows], _lse = merge_attention(output, mass, mixed[rows], masses[rows])
-            if seen is not None:
-                parts: Any = self.cache.write_and_attend(seen.sequences, self._seen_calls, layer, turned, None, None)
-                seen.merge(mixed, masses, *parts)
-            return mixed  # type: ignore[no-any-return]
+            if seen is None:
+                return own[0]  # type: ignore[no-any-return]
+            parts: Any = self.cache.write_and_attend(seen.sequences, self._seen_calls, layer, turned, None, None)
+            return seen.merged(own, *parts)
 
         return attend, {} if seen is None else {"sink_positions": seen.positions, "sink_rows": seen.rows}
 

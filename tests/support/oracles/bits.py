@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from kvcache.kernels.functions import exp, log_add_exp
+
 f = np.float32
 LOWEST = f(-np.finfo(f).max)
 LEAST = 2.0**-126
@@ -250,3 +252,19 @@ def multiplied_in_bf16(x, weights, order):
                 own = fma(rows[..., at], outputs[..., at], own)
         total = own if total is None else total + own
     return total
+
+
+def merged(parts, own):
+    """Attention over parts of a context and over the rest of it, `(output, log-sum-exp)` each, merged in this order."""
+
+    def two(a, b):
+        (out_a, log_a), (out_b, log_b) = a, b
+        with np.errstate(invalid="ignore", over="ignore"):
+            share = (1 / (1 + exp(log_b.astype(np.float64) - log_a))).astype(np.float32)
+        share[np.isneginf(log_a)] = 0
+        return out_b + share[..., None] * (out_a - out_b), log_add_exp(log_a, log_b).astype(np.float32)
+
+    found = parts[0]
+    for each in [*parts[1:], own]:
+        found = two(found, each)
+    return found

@@ -1,0 +1,360 @@
+"""Texts that see parts of cached texts: what they mean, and that their bits depend on the request alone."""
+
+from __future__ import annotations
+
+from threading import Thread
+
+import numpy as np
+import pytest
+from oracles.seen import seen_logits, seen_positions
+from places import GOLDEN
+from seeded_weights import golden_folder
+from serving import GREEDY, run, settled
+from state_networks import StateNetwork
+from windowed_networks import Windowed
+
+from kvcache import BatchEngine, InferenceEngine, PrefixCachedEngine, Segment
+from kvcache.engine import Transformer
+from kvcache.errors import OutOfMemoryError
+from kvcache.texts.seen_parts import SeenPart, SeenParts
+from kvcache.tiers.directory import DirectoryTier
+from kvcache.tiers.tiers import Tiers
+
+RNG = np.random.default_rng(70)
+FORMATS = {"f32": {}, "f16": {"dtype": "f16"}, "q8": {"dtype": "q8"}, "q4": {"dtype": "q4"}}
+PARAMS = GREEDY.changed({"logprobs": 3, "max_tokens": 5})
+
+
+def tokens(count):
+    return RNG.integers(3, 90, count).astype(np.uint32)
+
+
+HEAD, DOCUMENTS, QUESTION = tokens(21), [tokens(40), tokens(33), tokens(10), tokens(50)], tokens(9)
+ORDERS = [(0, 1, 2), (2, 1, 0), (3, 1), (1, 1, 3), (0,), (3, 2, 1, 0), (2,), (1, 3)]
+
+
+def segmented(order, link, question=QUESTION, head=HEAD):
+    """The value of a request with these documents, and its text behind it."""
+    prefix, again = SeenParts.of_segments(head, [DOCUMENTS[i] for i in order], link)
+    return prefix, np.concatenate([again, question])
+
+
+def edited():
+    """Two edits of one text: the values, and the text behind each."""
+    first = SeenParts.of_edit(np.concatenate([HEAD, DOCUMENTS[0]]), [(30, 44)])
+    second = SeenParts.of_edit(DOCUMENTS[1], [(5, 9), (40, 50), (64, 70)], first)
+    return [(first, DOCUMENTS[1]), (second, QUESTION)]
+
+
+def requests():
+    """Requests of all kinds: segments in several orders without and with links, edits, plain texts."""
+    some = [segmented(order, link) for order in ORDERS for link in (0, 16)]
+    return [*some, *edited(), (None, np.concatenate([HEAD, DOCUMENTS[0], QUESTION]))]
+
+
+def key(completion):
+    return completion.tokens, completion.logprobs
+
+
+def log_softmax(logits):
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+
+# -- what it means ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.one_build
+@pytest.mark.parametrize("link", [0, 1, 16, 45])
+def test_a_token_sees_each_position_before_it_once(link):
+    """Those of the text behind segments, also those that run again in place; an edit leaves out what it clears."""
+    for order, head in (((0, 1, 2, 3), HEAD), ((3, 2), HEAD), ((1, 1), HEAD), ((0, 2, 1), HEAD[:0])):
+        prefix, own = segmented(order, link, head=head)
+        ends = len(head) + np.cumsum([len(DOCUMENTS[i]) for i in order])
+        starts = ends - [len(DOCUMENTS[i]) for i in order]
+        spans = [range(start, min(start + link, end)) for start, end in zip(starts[1:], ends[1:], strict=True)]
+        linked = [place for span in spans for place in span]
+        places = [*linked, *range(ends[-1], ends[-1] + len(QUESTION))]
+        assert prefix.num_tokens == ends[-1]
+        for place, seen in zip(places, seen_positions(prefix, len(own)), strict=True):
+            assert sorted(seen) == list(range(place + 1))
+    cleared = [range(30, 44), [*range(5, 9), *range(30, 50), *range(64, 70)]]
+    for (prefix, own), gone in zip(edited(), cleared, strict=True):
+        for i, seen in enumerate(seen_positions(prefix, len(own))):
+            assert sorted(seen) == sorted(set(range(prefix.num_tokens + i + 1)) - set(gone))
+
+
+@pytest.mark.one_build
+@pytest.mark.parametrize("name", [
+    "llama", "qwen3_tied", "mistral_yarn", "phi3_longrope", "ministral3", "smollm3", "deepseek_v3", "glm4", "exaone4",
+    "minicpm", "hunyuan",
+])
+def test_it_is_a_masked_text(name):
+    """RoPE of several kinds, in part, divided by length; MLA; norms before and behind it; layers without positions."""
+    model = Transformer.from_pretrained(golden_folder(name))
+    engine = InferenceEngine(model)
+    by_distance = model.config.qk_norm != "turned"  # with norms behind RoPE scores are of positions
+    moved = [segmented((0, 1, 2), 0), segmented((2, 0, 1), 16)] if by_distance else [segmented((0,), 0)]
+    for prefix, own in [*moved, *edited()]:
+        want = seen_logits(model, own, prefix)
+        engine.reset(prefix)
+        base = engine.num_tokens
+        np.testing.assert_allclose(engine.prefill_from_pos(own, base), want[-1], atol=3e-4)
+        found = log_softmax(want)[np.arange(len(own) - 1), own[1:]]
+        np.testing.assert_allclose(engine.score(own, prefix=prefix), found, atol=3e-4)
+        engine.check()
+        assert engine.kept_positions(0).tolist() == [
+            *np.sort(np.concatenate([each.positions for each in prefix.parts])),
+            *range(base, base + len(own) - 1),
+        ]
+
+
+def test_one_segment_is_the_plain_text_but_for_rounding(network):
+    """Links of the first segment are of no use: it has seen all that is before it."""
+    engine = InferenceEngine(network)
+    for link in (0, 16):
+        prefix, own = segmented((0,), link)
+        assert own is not QUESTION
+        assert len(own) == len(QUESTION)
+        plain = engine.score(np.concatenate([HEAD, DOCUMENTS[0], QUESTION]))
+        np.testing.assert_allclose(engine.score(own, prefix=prefix), plain[-len(QUESTION) + 1 :], atol=1e-5)
+
+
+# -- its bits ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_bits_depend_on_the_request_alone(network, name, tmp_path):
+    """Cold, warm, other orders first, in pieces, in batches, on threads, preempted, from a file and from a tier."""
+    options, asked = FORMATS[name] | {"residual_length": 0}, requests()
+    want = [key(InferenceEngine(network, **options).complete(own, PARAMS, prefix=each)) for each, own in asked]
+    for chunk in (1, 16, 64):
+        pieces = InferenceEngine(network, prefill_chunk=chunk, **options)
+        some = asked[chunk % 3 :: 3] if chunk == 1 else asked
+        got = [key(pieces.complete(own, PARAMS, prefix=each)) for each, own in some]
+        assert got == (want[chunk % 3 :: 3] if chunk == 1 else want)
+        pieces.check()
+    cached = PrefixCachedEngine(InferenceEngine(network, **options), 200)
+    for turn in (1, -1):  # cold and warm; each order after others, and before them
+        got = [key(cached.complete(own, PARAMS, prefix=each)) for each, own in asked[::turn]][::turn]
+        assert got == want
+    cached.check()
+    cached.save(tmp_path / "saved")
+    loaded = PrefixCachedEngine(InferenceEngine(network, **options), 200)
+    loaded.load(tmp_path / "saved")
+    for (each, own), right in zip(asked, want, strict=True):
+        before = loaded.inner.prefill_token_count
+        assert key(loaded.complete(own, PARAMS, prefix=each)) == right
+        assert loaded.inner.prefill_token_count - before <= 16 + len(own)  # the texts that it sees were there
+    preempted = 0
+    for blocks, most in ((300, 8), (26, 64), (300, 1)):
+        batch = BatchEngine(network, num_blocks=blocks, max_running=most, **options)
+        waiting = [batch.submit(own, PARAMS, prefix=each) for each, own in [*asked, *asked[::-1]]]
+        run(batch, check=most != 1)
+        assert [key(each.completions()[0]) for each in waiting] == want + want[::-1]
+        settled(batch)
+        preempted += batch.stats().preemptions
+    assert preempted
+
+
+def test_one_document_stands_at_two_places_of_a_batch(network):
+    """In one request and in several at once, each place is turned by itself, and the document runs once."""
+    asked = [segmented((1, 1), 0), segmented((0, 1, 1), 16), segmented((1,), 0), segmented((2, 1), 16)]
+    want = [key(InferenceEngine(network).complete(own, PARAMS, prefix=each)) for each, own in asked]
+    batch = BatchEngine(network, num_blocks=200)
+    waiting = [batch.submit(own, PARAMS, prefix=each) for each, own in asked]
+    run(batch)
+    assert [key(each.completions()[0]) for each in waiting] == want
+    texts = len(HEAD) + sum(len(DOCUMENTS[i]) for i in (0, 1, 2))
+    own = sum(len(each) for _, each in asked)
+    assert batch.stats().prefilled_tokens <= texts + own + 16 * 3  # ends of blocks that are shared in part run again
+
+
+def test_threads_and_samples_have_their_bits(network):
+    asked = requests()[::3]
+    params = PARAMS.changed({"temperature": 0.8, "seed": 5})
+    alone, found = InferenceEngine(network), {}
+    seeds = [params.changed({"seed": 5 + i}) for i in range(3)]
+    want = [[key(alone.complete(own, one, prefix=each)) for one in seeds] for each, own in asked]
+    with BatchEngine(network, num_blocks=120) as batch:
+
+        def ask(number):
+            prefix, own = asked[number]
+            found[number] = [key(each) for each in batch.submit(own, params, prefix=prefix, n=3).completions(60)]
+
+        threads = [Thread(target=ask, args=[number]) for number in range(len(asked))]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        batch.check()
+    assert [found[number] for number in range(len(asked))] == want
+
+
+def test_a_directory_has_the_documents(network, tmp_path):
+    """Another process finds them there, but for the tokens behind the last whole group of a tier."""
+    long = [tokens(90), tokens(60), tokens(7)]
+    asked = [(SeenParts.of_segments(HEAD, documents, 0)[0], QUESTION) for documents in (long, long[::-1])]
+    asked.append((SeenParts.of_edit(tokens(70), [(3, 5)], SeenParts.of_edit(long[0], [(50, 70)])), QUESTION))
+    want = [key(InferenceEngine(network).complete(own, PARAMS, prefix=each)) for each, own in asked]
+    counts = []
+    for _ in range(2):
+        with Tiers([DirectoryTier(tmp_path, 2**30)], after_uses=1, head_start=60) as tiers:
+            batch = BatchEngine(network, num_blocks=200, tiers=tiers)
+            got = [key(batch.submit(own, PARAMS, prefix=each).completions()[0]) for each, own in asked]
+            assert got == want
+            counts.append(batch.stats().prefilled_tokens)
+            batch.close()
+            cached = PrefixCachedEngine(InferenceEngine(network), 200, tiers=tiers)
+            assert [key(cached.complete(own, PARAMS, prefix=each)) for each, own in asked] == want
+    # A group of each text but the shortest document; the head, which two of them begin with, ran once.
+    assert counts[1] == counts[0] - (4 * 64 - 2 * len(HEAD))
+
+
+def test_longrope_has_the_regime_of_the_request():
+    """Short documents in a long request, and a text that grows beyond the border."""
+    model = Transformer.from_pretrained(GOLDEN / "phi3_longrope")
+    border = model.config.rope.original_positions
+    head, documents = tokens(5), [tokens(border // 4) for _ in range(3)]
+    short, own = SeenParts.of_segments(head, documents, 0)[0], tokens(3)
+    room = border - short.num_tokens - 3
+    params = PARAMS.changed({"max_tokens": room + 6, "ignore_eos": True})
+    alone = InferenceEngine(model)
+    want = key(alone.complete(own, params, prefix=short))
+    long = np.concatenate([own, np.array(want[0], np.uint32)])
+    alone.reset(short)
+    want_end = alone.prefill_from_pos(long, short.num_tokens)
+    np.testing.assert_allclose(want_end, seen_logits(model, long, short)[-1], atol=3e-4)
+    cached = PrefixCachedEngine(InferenceEngine(model), 300)
+    assert [key(cached.complete(own, params, prefix=short)) for _ in range(2)] == [want] * 2
+    batch = BatchEngine(model, num_blocks=300)
+    waiting = [batch.submit(own, params, prefix=short) for _ in range(2)]
+    run(batch)
+    assert [key(each.completions()[0]) for each in waiting] == [want] * 2
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+def test_requests_have_segments(network):
+    """`complete`, `generate`, `stream` and `submit` do what their value does; usage says what was cached."""
+    segments = [DOCUMENTS[0].tolist(), Segment(DOCUMENTS[1], "b"), Segment(DOCUMENTS[2].tolist())]
+    prefix, own = segmented((0, 1, 2), 16)
+    options = {"head": HEAD, "segments": segments}
+    engine = InferenceEngine(network)
+    want = engine.complete(own, PARAMS, prefix=prefix)
+    got = engine.complete(QUESTION, PARAMS, **options)
+    assert key(got) == key(want)
+    assert (want.segments, got.segments) == (None, [(None, 40, 0), ("b", 33, 0), (None, 10, 0)])
+    assert engine.generate(QUESTION, PARAMS, **options) == want.tokens
+    assert list(engine.stream(QUESTION, PARAMS, **options)) == want.tokens
+    other = engine.complete(QUESTION, PARAMS, link=0, **options)
+    prefix, own = segmented((0, 1, 2), 0)
+    assert key(other) == key(engine.complete(own, PARAMS, prefix=prefix)) != key(want)
+    plain = engine.complete(QUESTION, PARAMS, head=HEAD, segments=[])
+    assert key(plain) == key(engine.complete(np.concatenate([HEAD, QUESTION]), PARAMS))
+    cached = PrefixCachedEngine(InferenceEngine(network), 100)
+    batch = BatchEngine(network, num_blocks=100)
+    for each in (cached.prepare(segments[1:2], head=HEAD), batch.prepare(segments[1:2], head=HEAD, keep=9.0).result()):
+        assert each == [("b", 33, 0)]
+    assert batch.stats().pinned_blocks == (len(HEAD) + 33) // 16
+    for number in range(2):
+        found = cached.complete(QUESTION, PARAMS, **options), batch.submit(QUESTION, PARAMS, **options).completions()[0]
+        uses = [(None, 40, number * 40), ("b", 33, 33), (None, 10, 0)]  # the last one runs again as a whole
+        assert [key(each) for each in found] == [key(want)] * 2
+        assert [each.segments for each in found] == [uses] * 2
+    samples = batch.submit(QUESTION, PARAMS, n=2, **options).completions()
+    assert [key(each) for each in samples] == [key(want)] * 2
+    assert [each.segments for each in samples] == [uses] * 2
+    assert cached.prepare(segments, head=HEAD) == batch.prepare(segments, head=HEAD).result() == [
+        (None, 40, 40), ("b", 33, 33), (None, 10, 0),
+    ]
+    assert batch.submit(QUESTION, PARAMS, namespace="x", **options).completions()[0].segments[1].cached == 0
+
+
+@pytest.mark.one_build
+def test_what_does_not_go_with_segments_is_refused_by_name(network):
+    segments, engine = [DOCUMENTS[0]], InferenceEngine(network)
+    prefix = segmented((0,), 0)[0]
+
+    def of(model=network, **options):
+        return lambda: InferenceEngine(model, **options).generate(QUESTION, segments=segments, head=HEAD)
+
+    for call, kind, words in (
+        (of(eviction_policy=None, sparse_tokens=64), ValueError, "segments: expected None with sparse_tokens"),
+        (of(dtype="q4"), ValueError, "segments: expected None with a residual_length"),
+        (of(Windowed(network, 12)), ValueError, "segments: expected None with layers that have a window"),
+        (of(StateNetwork("one of each")), ValueError, "segments: expected None with layers that keep a state"),
+        (lambda: InferenceEngine(network, dtype="q4").score(QUESTION, prefix=prefix), ValueError, "prefix: expected"),
+        (lambda: BatchEngine(network).submit(QUESTION, segments=segments, prompt_logprobs=0), ValueError,
+         "segments: expected None with prompt_logprobs"),
+        (lambda: engine.generate(QUESTION, segments=[[]]), ValueError, "segments: expected at least one token in each"),
+        (lambda: engine.generate(QUESTION, segments="text"), TypeError, "segments: expected a list"),
+        (lambda: engine.generate("text", segments=segments), ValueError, "prompt: expected token ids"),
+        (lambda: engine.generate([], segments=segments), ValueError, "tokens: expected at least one"),
+        (lambda: engine.generate(QUESTION, segments=segments, prefix=prefix), ValueError, "prefix: expected None"),
+        (lambda: engine.generate(QUESTION, segments=segments, link=-1), ValueError, "link"),
+        (lambda: engine.generate(np.ones(500, int), segments=segments), ValueError, "tokens: expected positions below"),
+        (lambda: BatchEngine(network, num_blocks=5).submit(QUESTION, segments=segments), OutOfMemoryError, "blocks"),
+        (lambda: SeenPart(HEAD, ((3, 3),)), ValueError, "ranges"),
+        (lambda: SeenPart(HEAD, ((3, 4),), -1), ValueError, "offset"),
+        (lambda: SeenParts((SeenPart(HEAD, ((0, 21),)),), 20), ValueError, "parts: expected tokens before"),
+        (lambda: SeenParts((), 20, np.array([3, 3])), ValueError, "places: expected ascending"),
+    ):
+        with pytest.raises(kind, match=words):
+            call()
+
+
+def test_names_tell_values_apart():
+    """Each thing that K and V behind a value depend on is in its name; equal values have equal names."""
+    values = [each for each, _ in [*requests()[:-1]]]
+    part = SeenPart(HEAD, ((0, 9), (12, 21)))
+    values += [
+        SeenParts((part,), 21), SeenParts((SeenPart(HEAD, ((0, 10), (12, 21))),), 21), SeenParts((part,), 22),
+        SeenParts((SeenPart(HEAD, part.ranges, 1),), 22), SeenParts((part,), 22, np.array([21])),
+        SeenParts((SeenPart(HEAD, part.ranges, 0, None, 1),), 22, np.array([21])),
+        SeenParts((SeenPart(HEAD, part.ranges, 40, values[-1]),), 200),
+    ]
+    linked = [each.name for each, _ in (segmented((0,), 0), segmented((0,), 16))]
+    assert linked[0] == linked[1]  # nothing of one document runs again
+    assert len({each.name for each in values}) == len(values) - 2
+    assert {each.name for each, _ in edited()} <= {each.name for each in values}
+
+
+def test_a_failure_leaves_nothing(network):
+    """Where a document does not fit, or the network fails in it, all that was held is free again."""
+    small = InferenceEngine(network, num_blocks=7)
+    prefix, own = segmented((0, 1, 2), 16)
+    with pytest.raises(OutOfMemoryError):
+        small.complete(own, PARAMS, prefix=prefix)
+    small.check()
+    assert small.cache.free_block_count == 7
+    assert len(small.generate(QUESTION, PARAMS)) == 5
+    with pytest.raises(OutOfMemoryError):
+        small.reset(prefix)
+    assert (small.num_tokens, small.cache.free_block_count) == (0, 7)
+
+    class Failing:
+        config, attention, failing = network.config, network.attention, True
+
+        def forward(self, tokens, positions, attend, logits, *, sink_positions=None, sink_rows=None):
+            if self.failing and 200 in tokens:
+                raise ZeroDivisionError
+            return network.forward(
+                tokens, positions, attend, logits, sink_positions=sink_positions, sink_rows=sink_rows
+            )
+
+    model, ill = Failing(), SeenParts.of_segments(HEAD, [DOCUMENTS[0], np.full(9, 200, np.uint32)])[0]
+    batch = BatchEngine(model, num_blocks=100)
+    waiting = [batch.submit(QUESTION, PARAMS, prefix=each) for each in (ill, segmented((3, 2), 0)[0])]
+    run(batch)
+    assert [each.finish_reason for each in waiting] == ["error", "length"]
+    settled(batch)
+    model.failing = False
+    again = batch.submit(QUESTION, PARAMS, prefix=ill)
+    cancelled = batch.submit(own, PARAMS, prefix=prefix)
+    batch.step()
+    cancelled.cancel()
+    run(batch)
+    settled(batch)
+    assert again.finish_reason == "length"
