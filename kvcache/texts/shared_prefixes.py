@@ -70,7 +70,7 @@ class SharedPrefixes:
         Returns:
             The number of its tokens, and what each group has of them.
         """
-        tokens, space, index = text.tokens[:most], text.space, self._index
+        tokens, space, index = text.tokens[: min(most, text.shares_to)], text.space, self._index
         most = min(text.num_tokens - 1, text.shares_to)
         first = CachedStart(0) if index is None else index.hold(tokens, most, space, held, again)
         if arrived is not None:

@@ -1,5 +1,6 @@
 """Adapters in networks, beside networks into whose weights they are merged."""
 
+import json
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -12,7 +13,9 @@ from random_adapters import merged, random_adapter
 from seeded_weights import golden_folder
 
 from kvcache.demo import DIRECTORY
+from kvcache.engine import InferenceEngine
 from kvcache.networks.adapter import PROJECTIONS, Adapter, LowRank, adapted_shapes
+from kvcache.networks.adapter_files import read_adapter
 from kvcache.networks.model import Transformer
 from kvcache.support.arguments import BFLOAT16
 
@@ -38,6 +41,27 @@ class Adapted:
     def forward(self, tokens, positions, attend, logits="last", **more):
         adapters = [(0, len(tokens), self._prepared)]
         return self._model.forward(tokens, positions, attend, logits, adapters=adapters, **more)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (GOLDEN / "adapters").iterdir()))
+def test_adapters_of_peft(name):
+    """Those that tests/golden/make_adapters.py made; what peft makes of a text with them, in float64."""
+    folder = GOLDEN / "adapters" / name
+    network = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    model = Transformer.from_pretrained(GOLDEN / network, weights="f32")
+    adapter = read_adapter(folder, model.config)
+    with np.load(folder / "golden.npz") as golden:
+        tokens, logits, plain = (golden[key] for key in ("tokens", "logits", "plain"))
+    if adapter.invocation_tokens is None:
+        assert distance(run_dense(Adapted(model, adapter), tokens, 8), logits) < 5e-5
+    assert distance(run_dense(model, tokens)[-1], plain) < 5e-5
+    assert distance(plain, logits[-1]) > 0.01
+    engine = InferenceEngine(model, adapters={"mine": folder}, dtype="f32")
+    assert engine.adapters["mine"].digest == adapter.digest
+    wide = logits.astype(np.float64)
+    wanted = np.take_along_axis(wide[:-1], tokens[1:, None].astype(np.int64), 1)[:, 0]
+    wanted -= np.log(np.exp(wide[:-1]).sum(axis=1))
+    assert distance(engine.score(tokens, adapter="mine"), wanted) < 5e-5
 
 
 def distance(one, other):

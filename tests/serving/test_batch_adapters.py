@@ -308,6 +308,57 @@ def test_what_is_refused(network):
         InferenceEngine(own, adapters=adapters)
 
 
+def test_samples_pins_and_scores_of_prompts(network):
+    """Samples fork the sequence of the first; a pin holds what its adapter computed; scores are those of `score`."""
+    adapters = adapters_of(network)
+    prompt, plain = [*STEM, *INVOCATION, *STEM[:25]], InferenceEngine(network, adapters=adapters)
+    engine = BatchEngine(network, adapters=adapters, num_blocks=100)
+    for name in ("a", "late", None):
+        scored = engine.submit(prompt, GREEDY, adapter=name, prompt_logprobs=0, max_tokens=0)
+        run(engine)
+        found = [each.logprob for each in scored.prompt_logprobs[1:]]
+        np.testing.assert_allclose(found, plain.score(prompt, adapter=name), atol=1e-6)
+        several = engine.submit(prompt, sampled(5), adapter=name, n=3)
+        run(engine)
+        for i, answer in enumerate(several.completions()):
+            same(answer, plain.complete(prompt, sampled(5 + i), adapter=name))
+        engine.clear_cache()
+        kept = engine.submit(prompt, GREEDY, adapter=name, keep=60, max_tokens=0)
+        run(engine)
+        assert kept.result() == []
+        for seed in range(12):  # others would push it out
+            engine.submit(np.random.default_rng(seed).integers(10, 90, 150), GREEDY).result()
+        engine.check()
+        request = engine.submit(prompt, GREEDY, adapter=name)
+        assert request.result() == plain.generate(prompt, GREEDY, adapter=name)
+        assert request.metrics.cached_tokens == (50 if name == "late" else 64)
+        engine.clear_cache()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5"])
+def test_tiers_name_values_by_the_adapter(name, tmp_path):
+    """A later engine finds what the same numbers have computed, and nothing of others; also windows and states."""
+    model = Transformer.from_pretrained(golden_folder(name))
+    adapters = adapters_of(model)
+    stem = np.random.default_rng(4).integers(10, 90, 150).tolist()
+    prompt = [*stem, *INVOCATION, *stem[:60]]
+    asked = [(prompt, adapter, GREEDY) for adapter in ("a", "late", None, "b")]
+    wanted = alone(model, adapters, asked)
+    for turn in range(2):
+        for (tokens, adapter, params), want in zip(asked, wanted, strict=True):
+            engine = PrefixCachedEngine(InferenceEngine(model, adapters=adapters), 200, autosave=tmp_path)
+            engine.tiers.head_start = 60  # or a short prompt would have run before its values are read
+            answer = engine.complete(tokens, params, adapter=adapter)
+            same(answer, want)
+            # What is before the invocation is that of the network alone, in whole groups of 64 tokens.
+            assert answer.cached_tokens == ((192, 128)[adapter == "late"] if turn else 128 * (adapter is None))
+            assert engine.close()
+    with BatchEngine(model, adapters=adapters, num_blocks=300, autosave=tmp_path) as engine:
+        engine.tiers.head_start = 60
+        for (tokens, adapter, params), want in zip(asked, wanted, strict=True):
+            assert engine.submit(tokens, params, adapter=adapter).result() == want.tokens
+
+
 def test_hints_are_about_the_texts_of_their_adapter(network):
     """They find, pin and forget the text with that adapter, not another one of the same tokens."""
     adapters = adapters_of(network)
