@@ -50,6 +50,10 @@ def read_gguf_adapter(path: str | PathLike[str], config: ModelConfig, name: str 
         if file_version(path) != version:
             raise CheckpointError(f"{path}: expected a file that stays as it is while it is read, got a changed one")
         tokens = _tokens(file, config)
+    except CheckpointError:
+        raise
+    except ValueError as error:  # a scale of codes that is not finite
+        raise CheckpointError(f"{path}: {error}") from None
     finally:
         file.close()
     try:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable
-from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
+from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvcache.errors import CheckpointError
 from kvcache.server.fields import FLAG, IGNORED, TEXT, checked
 from kvcache.server.intake import Intake
 from kvcache.server.models import Models
+from kvcache.server.refusals import refusal
 from kvcache.server.served_model import ServedModel
 from kvcache.support.arguments import short
 
@@ -43,7 +43,8 @@ class AdapterRoutes:
     """
 
     def __init__(self, models: Models, intake: Intake, folder: str | os.PathLike[str] | None) -> None:
-        self._models, self._intake, self._folder, self._turn = models, intake, folder, Lock()
+        self._models, self._intake, self._folder = models, intake, folder
+        self._thread = CapacityLimiter(1)  # one change at a time, beside the threads of bodies: reading takes a while
 
     @property
     def routes(self) -> list[Route]:
@@ -63,21 +64,31 @@ class AdapterRoutes:
     def _load(self, model: ServedModel, found: dict[str, Any], space: Hashable) -> ASGIApp:
         """Load an adapter into a model; one of several is named by `model`."""
         given = checked(found, _LOAD, ("model", "lora_name", "lora_path"))
-        name, path = given["lora_name"], self._path(given["lora_path"])
-        with self._turn:  # of two that have one name the second one is refused
-            owner = self._models.owner(name)
-            if owner is not None and name not in model.adapters:
-                raise ValueError(f"lora_name: expected a name that nothing else has, got {short(name)}")
-            if owner is not None and not given.get("load_inplace", False):
-                raise ValueError(f"lora_name: expected one that is not loaded, or load_inplace, got {short(name)}")
+        name, path, inplace = given["lora_name"], self._path(given["lora_path"]), given.get("load_inplace", False)
+
+        async def loaded(scope: Scope, receive: Receive, send: Send) -> None:
+            answer: Response = PlainTextResponse(f"Loaded the adapter {name}.")
             try:
-                model.adapters.load(model.engine, name, str(path))
-            except (FileNotFoundError, CheckpointError) as error:
-                told = str(error).replace(f"{self._root()}{os.sep}", "")  # without the place of the folder
-                if isinstance(error, FileNotFoundError):
-                    raise HTTPException(404, f"lora_path: expected an adapter there, got none: {told}") from None
-                raise ValueError(f"lora_path: expected one that can be read, got an error: {told}") from None
-        return PlainTextResponse(f"Loaded the adapter {name}.")
+                await run_sync(self._take, model, name, path, inplace, limiter=self._thread)
+            except (ValueError, HTTPException, MemoryError) as error:
+                answer = refusal(error)
+            await answer(scope, receive, send)
+
+        return loaded
+
+    def _take(self, model: ServedModel, name: str, path: Path, inplace: bool) -> None:
+        owner = self._models.owner(name)
+        if owner is not None and name not in model.adapters:
+            raise ValueError(f"lora_name: expected a name that nothing else has, got {short(name)}")
+        if owner is not None and not inplace:
+            raise ValueError(f"lora_name: expected one that is not loaded, or load_inplace, got {short(name)}")
+        try:
+            model.adapters.load(model.engine, name, str(path))
+        except (FileNotFoundError, CheckpointError) as error:
+            told = str(error).replace(f"{self._root()}{os.sep}", "")  # without the place of the folder
+            if isinstance(error, FileNotFoundError):
+                raise HTTPException(404, f"lora_path: expected an adapter there, got none: {told}") from None
+            raise ValueError(f"lora_path: expected one that can be read, got an error: {told}") from None
 
     def _root(self) -> Path:
         assert self._folder is not None, "there are no paths without it"
@@ -99,13 +110,12 @@ class AdapterRoutes:
         self._expect_allowed(self._intake.namespace(request))
         body = await self._intake.body(request)
         name = checked(body, _UNLOAD, ("lora_name",))["lora_name"]
-        await run_sync(partial(self._give_up, name))
+        await run_sync(self._give_up, name, limiter=self._thread)
         return PlainTextResponse(f"Unloaded the adapter {name}.")
 
     def _give_up(self, name: str) -> None:
-        with self._turn:
-            owner = self._models.owner(name)
-            if owner is None or name not in owner.adapters:
-                raise HTTPException(404, f"lora_name: expected an adapter that is loaded, got {short(name)}")
-            model = owner.model
-            owner.adapters.unload(None if model is None else model.engine, name)
+        owner = self._models.owner(name)
+        if owner is None or name not in owner.adapters:
+            raise HTTPException(404, f"lora_name: expected an adapter that is loaded, got {short(name)}")
+        model = owner.model
+        owner.adapters.unload(None if model is None else model.engine, name)

@@ -248,6 +248,9 @@ class ServedModel:
             answer.cancel()
             if asked.adapter is not None:
                 self._expect_adapter(asked.adapter)  # it may have been unloaded just now
+                field, _, rest = str(error).partition(": ")
+                if isinstance(error, ValueError) and field == "prompt":  # without an invocation, as an engine says it
+                    raise ValueError(f"{asked.field}: {rest}") from None
             count = asked.n * len(prompts)
             if isinstance(error, QueueFullError) and count > error.max_queue:  # there is never room for all of it
                 raise too_many(asked.field, error.max_queue, count) from None

@@ -129,8 +129,13 @@ def test_types_and_names_of_tensors(tmp_path):
             f"base_model.model.{Q}.lora_A.weight"].astype(np.float64)
         np.testing.assert_allclose(product(q), 1.5 * want, atol=1e-3 if dtype == np.float16 else 1e-9)
         digests.add(found.digest)
-        for old, new in ((".lora_", ".lora_"), ("base_model.model.", ""), (".weight", ".default.weight")):
+        model = "base_model.model.model."
+        for old, new in (
+            ("base_model.model.", ""), (".weight", ".default.weight"), (model, f"{model}language_model."),
+            (model, "base_model.model.language_model.model."), (model, "base_model.model."),
+        ):
             renamed = {name.replace(old, new): each for name, each in arrays.items()}
+            renamed["base_model.model.model.vision_tower.q_proj.lora_A.weight"] = arrays[next(iter(arrays))]
             assert read_adapter(write_adapter(tmp_path / "a", modules, arrays=renamed), config).digest == found.digest
     assert len(digests) == 3
     mixed = {name: each.astype(np.float16 if "lora_B" in name else np.float32) for name, each in exact.items()}

@@ -140,6 +140,13 @@ def test_files_that_are_refused(tmp_path):
         with pytest.raises(CheckpointError, match=re.escape(message)) as caught:
             read_adapter(path, config)
         assert str(caught.value).count(str(path)) == 1
+    wide = converted("llama", adapter_arrays(modules_of("llama", ("q_proj",))))
+    content = bytearray(write_gguf(path, wide, types=(("lora_a", gguf.GGMLQuantizationType.Q8_0),)).read_bytes())
+    file = GgufFile(path)
+    content[file[a].start : file[a].start + 2] = np.float16(np.nan).tobytes()
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="expected"):
+        read_adapter(path, config)
     with pytest.raises(FileNotFoundError, match="expected a GGUF file, got none"):
         read_adapter(tmp_path / "none.gguf", config)
     network = tmp_path / "network.gguf"

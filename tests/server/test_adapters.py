@@ -14,7 +14,7 @@ import pytest
 from http_servers import MODEL, Served, fetched, tiny_file
 from peft_folders import TENSORS, modules_of, write_adapter
 
-from kvcache import BatchEngine
+from kvcache import BatchEngine, InferenceEngine
 from kvcache.server.model_slot import ModelSlot
 from kvcache.server.models import Models
 from kvcache.server.served_adapters import ServedAdapters
@@ -125,6 +125,24 @@ def test_each_name_answers_as_its_adapter_alone(served):
     scored = served.client().completions.create(model="b", prompt="def f", max_tokens=0, echo=True, logprobs=0)
     tokens = served.alone.tokenizer.encode("def f").ids
     assert scored.choices[0].logprobs.token_logprobs[1:] == pytest.approx(served.alone.score(tokens, adapter="b"))
+
+
+def test_an_activated_adapter(path, folders):
+    """A template that ends with its invocation invokes it; its prefix is that of the network; others are refused."""
+    tokens = InferenceEngine.from_pretrained(path).tokenizer.encode("assistant:").ids
+    for name, invocation in (("late", tokens), ("never", [1, 2, 1, 2])):
+        write_adapter(folders / name, modules_of("llama"), seed=3, lora_alpha=12, alora_invocation_tokens=invocation)
+    with serving(path, folders, ["late", "never"]) as served:
+        served.alone.load_adapter("late", folders / "late")
+        for form in FORMS[1:]:
+            assert asked(served, form, MODEL)[0] == expected(served, form, MODEL)
+            assert asked(served, form, "late")[0] == expected(served, form, "late") != expected(served, form, MODEL)
+        assert served.engine.cache_stats().hit_tokens >= 48
+        status, answer = posted(served, "/v1/completions", {"model": "late", "prompt": PROMPT})
+        assert (status, answer["error"]["param"]) == (400, "prompt")
+        status, answer = posted(served, "/v1/chat/completions", {"model": "never", "messages": TALK})
+        assert (status, answer["error"]["param"]) == (400, "messages")
+        assert "messages: expected one with the invocation tokens" in answer["error"]["message"]
 
 
 def test_lists_of_models(served):

@@ -13,6 +13,7 @@ from urllib.request import Request, urlopen
 import openai
 import pytest
 from http_servers import MODEL, Served, fetched, tiny_file
+from peft_folders import modules_of, write_adapter
 from vector_folders import TEXTS, vector_folder
 
 from kvcache.server.telemetry import Telemetry
@@ -94,6 +95,16 @@ def test_a_span_for_each_request(told):
         assert 0 < span.attributes["gen_ai.response.time_to_first_chunk"] < seconds
         assert not any("no span has" in str(value) for value in span.attributes.values())
         assert "error.type" not in span.attributes
+
+
+def test_an_adapter_is_the_model_of_its_requests(told, tmp_path):
+    """In spans and in measurements."""
+    told.served.model.adapters.load(told.served.engine, "a", str(write_adapter(tmp_path / "a", modules_of("llama"))))
+    told.served.client().completions.create(model="a", prompt="x", max_tokens=2)
+    (span,) = ended(told, 1)
+    assert (span.name, span.attributes["gen_ai.request.model"]) == ("text_completion a", "a")
+    points = told.points()["gen_ai.server.request.duration"]
+    assert "a" in {point.attributes.get("gen_ai.request.model") for point in points}
 
 
 def test_requests_that_fail(told):
