@@ -67,7 +67,7 @@ def log_softmax(logits):
 @pytest.mark.one_build
 @pytest.mark.parametrize("link", [0, 1, 16, 45])
 def test_a_token_sees_each_position_before_it_once(link):
-    """Those of the text behind segments, also those that run again in place; an edit leaves out what it clears."""
+    """Tokens behind segments do, and those that run again in place; an edit leaves out what it clears."""
     for order, head in (((0, 1, 2, 3), HEAD), ((3, 2), HEAD), ((1, 1), HEAD), ((0, 2, 1), HEAD[:0])):
         prefix, own = segmented(order, link, head=head)
         ends = len(head) + np.cumsum([len(DOCUMENTS[i]) for i in order])
