@@ -233,6 +233,29 @@ def test_longrope_has_the_regime_of_the_request():
     assert [key(each.completions()[0]) for each in waiting] == [want] * 2
 
 
+def test_many_parts_run_in_short_pieces(network):
+    """The queries of a pass are bounded, parts counted; bits do not depend on it."""
+    documents, question = [tokens(3) for _ in range(40)], tokens(250)
+    prefix = SeenParts.of_segments(HEAD, documents, 0)[0]
+    passes = []
+
+    class Counting:
+        config, attention = network.config, network.attention
+
+        def forward(self, tokens, positions, attend, logits, *, sink_positions=None, sink_rows=None):
+            passes.append(len(tokens) if sink_rows is None else len(sink_rows))
+            more = {"sink_positions": sink_positions, "sink_rows": sink_rows}
+            return network.forward(tokens, positions, attend, logits, **more)
+
+    want = key(InferenceEngine(network, num_blocks=200, prefill_chunk=20).complete(question, PARAMS, prefix=prefix))
+    batch = BatchEngine(Counting(), num_blocks=300)
+    cached = PrefixCachedEngine(InferenceEngine(Counting()), 200)
+    assert key(InferenceEngine(Counting(), num_blocks=200).complete(question, PARAMS, prefix=prefix)) == want
+    assert key(cached.complete(question, PARAMS, prefix=prefix)) == want
+    assert key(batch.submit(question, PARAMS, prefix=prefix).completions()[0]) == want
+    assert 2048 < max(passes) <= 4096
+
+
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 
