@@ -21,6 +21,7 @@ from setuptools import Extension, setup
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # an isolated build does not have it there
 from ckernels.build import Plan, best_level, build_kernels, check_machine, is_for_developers
 from ckernels.levels import EVEX_FLAGS, LEVELS, defines_of, flags_of_levels, sources_of
+from ckernels.sbom import wheel_with_sbom
 
 check_machine()
 DEBUG, SANITIZE, COVERAGE, EVEX = (
@@ -103,4 +104,4 @@ class build_modules(build_kernels):
 
 
 if __name__ == "__main__":  # processes that run Cython may import this file
-    setup(ext_modules=EXTENSIONS, cmdclass={"build_ext": build_modules})
+    setup(ext_modules=EXTENSIONS, cmdclass={"build_ext": build_modules, "bdist_wheel": wheel_with_sbom})

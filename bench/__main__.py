@@ -39,6 +39,7 @@ BENCHES = {
     "fleet": ("bench.fleet.fleet", "a fleet of 2 to 256 servers on paper: routing, a shared store, both"),
     "routing": ("bench.fleet.routing", "cached tokens behind Dynamo, vllm-router, Ray Serve and SGLang's router"),
     "trace": ("bench.prefix.trace", "a serving trace through the prefix cache: hit rates by capacity and policy"),
+    "all": ("bench.support.one_page", "every bench, and one page of their tables, pictures and JSON"),
 }
 
 EPILOG = """\
@@ -80,6 +81,8 @@ Every bound is a ratio of two measurements of one run; the tables show whether i
   python -m bench routing                          those of the four engines that are installed; some minutes
   python -m bench trace --plot plots               hit rates, with a picture
   python -m bench trace --file requests.jsonl      a trace of your own, in Mooncake's format
+  python -m bench all --page FOLDER                one page of all tables; hours, and minutes with --quick
+  python -m bench all --page HERE --beside THERE   the same, with ratios to another machine's page
 """
 
 

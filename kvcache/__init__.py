@@ -12,7 +12,7 @@ from kvcache.kernels.threads import get_num_threads, set_num_threads, simd_level
 
 # isort: split
 from kvcache.core.calibration import Calibration
-from kvcache.engine import Completion, InferenceEngine, PrefixCachedEngine, SamplingParams, TokenLogprobs
+from kvcache.engine import Completion, InferenceEngine, PrefixCachedEngine, SamplingParams, Segment, TokenLogprobs
 from kvcache.errors import (
     BlockNotFoundError,
     CheckpointError,
@@ -92,6 +92,7 @@ __all__ = [
     "Request",
     "RequestMetrics",
     "SamplingParams",
+    "Segment",
     "SeqId",
     "SequenceInfo",
     "SequenceNotFoundError",

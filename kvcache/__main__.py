@@ -89,10 +89,11 @@ def _server() -> Any:
     from kvcache.server import process
     from kvcache.server.app import make_app
     from kvcache.server.model_slot import ModelSlot
+    from kvcache.server.served_adapters import ServedAdapters
     from kvcache.server.served_model import ServedModel
     from kvcache.server.telemetry import exporting
 
-    return make_app, (ServedModel, ModelSlot), exporting, process
+    return make_app, (ServedModel, ModelSlot, ServedAdapters), exporting, process
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,6 +13,8 @@ from kvcache.commands.answer_view import answer_view, note
 from kvcache.commands.conversation import Conversation, Messages
 from kvcache.commands.message_reader import MessageReader
 from kvcache.commands.options import (
+    adapter_of,
+    add_adapter,
     add_chat_template,
     add_options,
     expect_chat_template,
@@ -35,6 +37,7 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_options(parser, model_required=False, max_tokens=MAX_TOKENS)
     add_chat_template(parser)
+    add_adapter(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message, which comes first")
     parser.add_argument("--plain", action="store_true", help="show answers as they come, without Markdown and colours")
 
@@ -48,7 +51,9 @@ def chat(options: argparse.Namespace, default: str) -> int:
     """
     options.model = options.model or default
     expect_chat_template(options, options.system)
-    engine = open_engine(options, InferenceEngine.from_pretrained, prefill_chunk=PIECE)
+    engine = open_engine(
+        options, InferenceEngine.from_pretrained, prefill_chunk=PIECE, adapters=adapter_of(options)
+    )
     engine.reseed(secrets.randbits(63))  # `--seed` is one of `sampling_params`, and comes first
     cached = PrefixCachedEngine(engine, shared=True, max_memory_bytes=memory_of(options))
     Talk(cached, options).run()
@@ -72,7 +77,7 @@ class Talk:
         # A text needs one block more than its tokens, where its last one is copied.
         room = (inner.cache.total_blocks - 1) * inner.cache.block_size
         context = max(1, min(inner.config.max_position_embeddings, options.context or room, room))
-        self._talk = Conversation(engine, context, options.system)
+        self._talk = Conversation(engine, context, options.system, options.adapter)
         self._reader, self._view = MessageReader(), answer_view(options.plain)
         self._commands, self._name = SlashCommands(self._talk, note, self._reader.confirm), name_of(options.model)
 

@@ -14,8 +14,8 @@ __all__ = ["configured"]
 
 # What a table [[model]] may say beside its path, its name and its aliases: options that are about one model.
 _OF_A_MODEL = {
-    "activations", "autosave", "calibrate", "chat_template", "context", "draft", "draft_tokens", "dtype",
-    "frequency_penalty", "kv_events", "kv_events_medium", "kv_events_rank", "kv_events_replay", "kv_events_topic",
+    "activations", "adapter", "autosave", "calibrate", "chat_template", "context", "draft", "draft_tokens", "dtype",
+    "edit_masks", "frequency_penalty", "kv_events", "kv_events_medium", "kv_events_rank", "kv_events_replay", "kv_events_topic",
     "kv_events_unsalted", "max_memory", "max_queue", "max_running", "max_tokens", "max_vectors", "min_p", "num_blocks",
     "object_store", "pin", "plain_special_tokens", "pooling", "preload", "presence_penalty", "redis",
     "repetition_penalty", "reranker", "seed", "sparse_tokens", "stop", "temperature", "tier_secret", "tool_parser",
@@ -52,8 +52,8 @@ def configured(
     base = _options(content, known, places, "the command")
     parser.set_defaults(**base)
     options = parse()
-    if tables and (options.model is not None or options.name is not None or options.served_name):
-        raise ValueError("config: expected paths and names of models in the tables [[model]] alone, got another")
+    if tables and (options.model is not None or options.name is not None or options.served_name or options.adapter):
+        raise ValueError("config: expected what names models, and adapters, in the tables [[model]] alone, got another")
     options.tables = []
     for table in tables:
         if not isinstance(table, dict) or "path" not in table:

@@ -27,6 +27,7 @@ class Conversation:
         engine: answers; it keeps the prefix of the conversation between two turns.
         context: the most tokens of the conversation.
         system: the first message; None: there is none.
+        adapter: the name of one of the engine's, which answers have; None: there is none.
 
     Raises:
         ValueError: the chat template takes no system message, or fails.
@@ -36,9 +37,11 @@ class Conversation:
         context: see above.
     """
 
-    def __init__(self, engine: PrefixCachedEngine, context: int, system: str | None) -> None:
+    def __init__(
+        self, engine: PrefixCachedEngine, context: int, system: str | None, adapter: str | None = None
+    ) -> None:
         self.messages: Messages = []
-        self.context, self._engine = context, engine
+        self.context, self._engine, self._adapter = context, engine, adapter
         self.set_system(system)
 
     def asked(self, question: str) -> Messages:
@@ -57,7 +60,7 @@ class Conversation:
 
     def answer(self, messages: Messages, params: SamplingParams, progress: Progress | None = None) -> Answer:
         """Answer `messages`; errors and `progress` are those of `PrefixCachedEngine.chat`."""
-        return self._engine.chat(messages, params, progress=progress)
+        return self._engine.chat(messages, params, progress=progress, adapter=self._adapter)
 
     def keep(self, messages: Messages, answer: str) -> None:
         """Continue with `messages` and their answer."""

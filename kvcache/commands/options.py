@@ -23,6 +23,7 @@ from kvcache.errors import CheckpointError, OutOfMemoryError
 from kvcache.kernels.kernels import FORMATS
 from kvcache.kernels.matrix import checked_activations
 from kvcache.kernels.threads import set_num_threads
+from kvcache.networks.adapter_files import read_settings
 from kvcache.networks.files import MAX_CONFIG_BYTES, read_file
 from kvcache.networks.weights import FORMATS as WEIGHTS
 from kvcache.networks.weights import Progress, checked_weights
@@ -33,6 +34,8 @@ from kvcache.support.machine_memory import as_memory, machine_memory, size_text
 
 __all__ = [
     "MODEL",
+    "adapter_of",
+    "add_adapter",
     "add_chat_template",
     "add_network",
     "add_options",
@@ -41,6 +44,7 @@ __all__ = [
     "check_output",
     "checked",
     "default_sizes",
+    "expect_adapter",
     "expect_chat_template",
     "expected_bytes",
     "explained",
@@ -126,6 +130,30 @@ def network_defaults() -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     add_network(parser)
     return vars(parser.parse_args([]))
+
+
+def add_adapter(parser: argparse.ArgumentParser) -> None:
+    """Add the option of the commands whose answers may all have an adapter."""
+    parser.add_argument("--adapter", metavar="PATH", help="an adapter of the model (LoRA), a folder of peft")
+
+
+def adapter_of(options: argparse.Namespace) -> dict[str, str]:
+    """The adapters of an engine of the options: that of `--adapter` under its path, or none; it is looked at."""
+    if options.adapter is None:
+        return {}
+    expect_adapter(options.adapter)
+    return {options.adapter: options.adapter}
+
+
+def expect_adapter(path: str) -> None:
+    """Find faults of the settings of an adapter, before minutes of loading.
+
+    ValueError: no such folder, or settings that are not supported.
+    """
+    try:
+        read_settings(path)
+    except (FileNotFoundError, CheckpointError) as error:
+        raise ValueError(f"adapter: {error}") from None
 
 
 def add_chat_template(parser: argparse.ArgumentParser) -> None:

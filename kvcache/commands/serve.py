@@ -21,6 +21,7 @@ from kvcache.commands.options import (
     add_options,
     chat_template_of,
     checked,
+    expect_adapter,
     expected_bytes,
     name_of,
     open_engine,
@@ -50,6 +51,11 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "those given here win")
     add("--name", help="the name by which clients ask for the model (the last part of its path)")
     add("--served-name", action="append", default=[], metavar="NAME", help="another such name; may be repeated")
+    add("--adapter", action="append", default=[], metavar="NAME=PATH",
+        help="an adapter of the model (LoRA), a folder of peft, which requests name as their model; may be repeated")
+    add("--adapter-folder", metavar="FOLDER",
+        help="let clients load adapters in this folder, by /v1/load_lora_adapter, and unload them, by "
+        "/v1/unload_lora_adapter; with keys those of the namespace adapters")
     add("--host", default="127.0.0.1", help="address to listen on; without keys one of this machine (%(default)s)")
     add("--port", type=int, default=8000, help="0 takes a free one (%(default)s)")
     keys = f"a KEY in each line, or KEY NAMESPACE; instead of the lines of the variable {VARIABLE}"
@@ -64,6 +70,8 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="take special tokens in users' texts as text: no user can end a turn, or begin another one")
     add("--tool-parser", metavar="NAME", choices=sorted(DIALECTS),
         help=f"how the network writes thoughts and calls: {', '.join(sorted(DIALECTS))} (as its chat template says)")
+    add("--edit-masks", action="store_true",
+        help="clear results of tools by masks where context_management says nothing of it: nothing runs again")
     add("--pooling", metavar="NAME", help="how vectors are made, last or mean, where the checkpoint does not say it")
     add("--reranker", action="store_true",
         help="the model judges documents, where neither its checkpoint nor a name with rerank says so")
@@ -100,15 +108,15 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def serve(
-    options: argparse.Namespace, default: str, server: Callable[[], tuple[Any, tuple[Any, Any], Any, ModuleType]]
+    options: argparse.Namespace, default: str, server: Callable[[], tuple[Any, tuple[Any, Any, Any], Any, ModuleType]]
 ) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit status.
 
     Args:
         options: of the command.
         default: the model where the options name none.
-        server: returns `make_app`, `ServedModel` and `ModelSlot`, `exporting` and the module `server.process`, or
-            raises ImportError.
+        server: returns `make_app`, `ServedModel`, `ModelSlot` and `ServedAdapters`, `exporting` and the module
+            `server.process`, or raises ImportError.
 
     Raises:
         ImportError: without the packages of the extra `serve`, or of `otel` where it is asked for.
@@ -142,7 +150,8 @@ def serve(
         app = make_app(
             slots, keys, max_body=options.max_body, max_bodies=options.max_bodies, timeout=options.timeout,
             log=partial(print, flush=True) if options.log_format == "json" else None, telemetry=telemetry,
-            origins=options.cors_origin, memory=memory, most_loaded=options.max_loaded, idle=options.idle_unload,
+            origins=options.cors_origin, adapter_folder=options.adapter_folder, memory=memory,
+            most_loaded=options.max_loaded, idle=options.idle_unload,
         )
         address = f"[{host}]" if ":" in host else host
         names = ", ".join(slot.names[0] for slot in slots)
@@ -172,6 +181,8 @@ def _check(options: argparse.Namespace, tables: Sequence[argparse.Namespace]) ->
         ):
             if count > options.max_loaded:
                 raise ValueError(f"max_loaded: expected {count} at least, of {what}, got {options.max_loaded}")
+    if options.adapter_folder is not None and not Path(options.adapter_folder).is_dir():
+        raise ValueError(f"adapter_folder: expected a folder, got none at {options.adapter_folder}")
     for limit, least in (("max_body", 1), ("max_bodies", 1), ("drain", 0)):
         as_count(getattr(options, limit), limit, least)
     for table in tables:
@@ -180,6 +191,7 @@ def _check(options: argparse.Namespace, tables: Sequence[argparse.Namespace]) ->
         if table.pooling not in (None, "last", "mean"):
             raise ValueError(f"pooling: expected last or mean, got {short(table.pooling)}")
         _events(table)
+        _adapters(table)
         chat_template_of(table)
         check_tiers(table)
         checked(table)
@@ -200,16 +212,32 @@ def _events(options: argparse.Namespace) -> KvEvents | None:
     return None
 
 
-def _slot(options: argparse.Namespace, default: str, kinds: tuple[Any, Any], room: int | str) -> Any:
+def _adapters(options: argparse.Namespace) -> dict[str, str]:
+    """The paths of adapters by their names, whose settings are looked at. ValueError: a name twice, or none."""
+    found: dict[str, str] = {}
+    for each in options.adapter:
+        name, _, path = each.partition("=")
+        if not name or not path or name in found:
+            raise ValueError(f"adapter: expected NAME=PATH, each name once, got {short(each)}")
+        expect_adapter(path)
+        found[name] = path
+    return found
+
+
+def _slot(options: argparse.Namespace, default: str, kinds: tuple[Any, Any, Any], room: int | str) -> Any:
     """The slot of the model of some options. FileNotFoundError: there is no such model."""
     options.model = options.model or default
-    kind, slot = kinds
+    kind, slot, known = kinds
     names = tuple(dict.fromkeys((options.name or name_of(options.model), *options.served_name)))
     needs = expected_bytes(options) + room if isinstance(room, int) else 0
-    return slot(names, partial(_model, options, kind, room), needs=needs, is_pinned=options.pin)
+    adapters = known(_adapters(options))
+    if twice := [name for name in names if name in adapters]:
+        raise ValueError(f"adapter: expected another name than the model's, got {short(twice[0])}")
+    make = partial(_model, options, kind, room, adapters)
+    return slot(names, make, needs=needs, is_pinned=options.pin, adapters=adapters)
 
 
-def _model(options: argparse.Namespace, kind: Any, room: int | str, opened: ExitStack) -> Any:
+def _model(options: argparse.Namespace, kind: Any, room: int | str, adapters: Any, opened: ExitStack) -> Any:
     """The model of some options, its engine opened; it is closed with the stack, which a third signal needs."""
     more: dict[str, Any] = {"max_queue": options.max_queue, "max_running": options.max_running}
     if (tiers := open_tiers(options)) is not None:
@@ -221,6 +249,8 @@ def _model(options: argparse.Namespace, kind: Any, room: int | str, opened: Exit
         engine, options.name or name_of(options.model), aliases=options.served_name,
         plain_special_tokens=options.plain_special_tokens, tool_parser=options.tool_parser,
         pooling=options.pooling, reranker=options.reranker, max_vectors=options.max_vectors,
+        adapters=adapters,
+        edit_masks=options.edit_masks,
     )
 
 

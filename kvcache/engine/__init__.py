@@ -4,6 +4,7 @@ from kvcache.core.rowformat import Format
 from kvcache.engine.cached import PrefixCachedEngine
 from kvcache.engine.chat import Answer
 from kvcache.engine.completion import Completion, TokenLogprobs
+from kvcache.engine.documents import Segment, SegmentUse
 from kvcache.engine.inference import InferenceEngine
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.model import Transformer
@@ -30,6 +31,8 @@ __all__ = [
     "PrefixPolicy",
     "Probe",
     "SamplingParams",
+    "Segment",
+    "SegmentUse",
     "Settings",
     "TokenLogprobs",
     "Transformer",

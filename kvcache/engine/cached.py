@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from time import perf_counter
 from typing import Any
 
-from kvcache.engine.chat import Answer, ChatEngine
+from kvcache.engine.adapters import Adapters
+from kvcache.engine.chat import Answer, ChatEngine, ChatPrompt
 from kvcache.engine.completion import Completion, Request
+from kvcache.engine.documents import LINK, NO_DOCUMENTS, Documents, SegmentUse
+from kvcache.engine.held_texts import HeldTexts
 from kvcache.engine.inference import InferenceEngine
+from kvcache.engine.partings import prompt_with_partings
 from kvcache.engine.text_rows import TextRows
 from kvcache.engine.turns import Turn
 from kvcache.engine.vectors import Vectors
 from kvcache.errors import InvalidOperationError
+from kvcache.networks.adapter import Adapter
 from kvcache.networks.protocols import Float32, Model
 from kvcache.networks.weights import Progress
 from kvcache.prefix.prefill import PrefixAwarePrefill
@@ -27,8 +32,12 @@ from kvcache.support.arguments import as_count, as_instance, short
 from kvcache.support.copies import refuse_copies
 from kvcache.support.exclusions import expect
 from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
-from kvcache.texts.compressed_prefix import CompressedPrefix
+from kvcache.texts.behind import Behind
+from kvcache.texts.block_index import PartStart
+from kvcache.texts.forward import expect_own
+from kvcache.texts.hints import Hint, Hinted, demote
 from kvcache.texts.kv_settings import Settings
+from kvcache.texts.seen_parts import SeenParts
 from kvcache.texts.text import Text
 from kvcache.tiers.directory import DirectoryTier
 from kvcache.tiers.tiers import Tiers
@@ -36,6 +45,8 @@ from kvcache.tiers.tiers import Tiers
 __all__ = ["PrefixCachedEngine"]
 
 logger = logging.getLogger("kvcache")
+
+_AHEAD = 60.0  # seconds that a hint waits for tiers at most
 
 
 class PrefixCachedEngine(ChatEngine):
@@ -138,9 +149,23 @@ class PrefixCachedEngine(ChatEngine):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    @property
+    def adapters(self) -> Adapters:
+        """Those of the engine."""
+        return self.inner.adapters
+
+    def load_adapter(self, name: str, adapter: Adapter | str | os.PathLike[str]) -> Adapter:
+        """See `InferenceEngine`."""
+        return self.inner.load_adapter(name, adapter)
+
+    def unload_adapter(self, name: str) -> None:
+        """See `InferenceEngine`."""
+        self.inner.unload_adapter(name)
+
     def generate(
         self, prompt_tokens: Any, params: SamplingParams | None = None, *, namespace: Hashable = None,
-        prefix: CompressedPrefix | None = None, **sampling: Any,
+        prefix: Behind | None = None, head: Any = None, segments: Iterable[Any] | None = None, link: int = LINK,
+        adapter: str | None = None, **sampling: Any,
     ) -> list[int]:
         """Continue a prompt and return the new tokens; `[]` for an empty prompt.
 
@@ -153,13 +178,18 @@ class PrefixCachedEngine(ChatEngine):
             namespace: requests share blocks only within one namespace (a tenant, an adapter).
             prefix: what `InferenceEngine.compress` made of a text before the prompt, whose tokens the prompt does not
                 repeat. Requests share blocks only behind the same one.
+            adapter: as of `InferenceEngine.complete`. Requests share blocks only with the same one, before the
+                invocation of an activated one with those of the network alone.
+            head, segments, link: as of `InferenceEngine.complete`; each segment is computed once, and cached behind the
+                head.
             sampling: attributes of `SamplingParams`, in place of those of `params`.
 
         Raises:
             TypeError, ValueError: invalid tokens, parameters or length.
             InvalidOperationError: this thread has an open stream of this engine; the engine's cache was replaced.
         """
-        request = self._checked(prompt_tokens, params, sampling, namespace, prefix)
+        documents = Documents(head, segments, link)
+        request = self._checked(prompt_tokens, params, sampling, namespace, prefix, documents, adapter)
         if not len(request.tokens):
             return []
         turn = self._requests.turns.take(self.inner.version)
@@ -175,30 +205,65 @@ class PrefixCachedEngine(ChatEngine):
 
     def stream(
         self, prompt_tokens: Any, params: SamplingParams | None = None, *, namespace: Hashable = None,
-        prefix: CompressedPrefix | None = None, **sampling: Any,
+        prefix: Behind | None = None, head: Any = None, segments: Iterable[Any] | None = None, link: int = LINK,
+        adapter: str | None = None, **sampling: Any,
     ) -> Iterator[int]:
         """Do what `generate` does, token by token; arguments are checked now, and every failure is raised.
 
         The stream has exclusive use of the engine, as with `InferenceEngine.stream`. When it ends, or is closed or
         dropped, the tokens computed so far are cached.
         """
-        request = self._checked(prompt_tokens, params, sampling, namespace, prefix)
+        documents = Documents(head, segments, link)
+        request = self._checked(prompt_tokens, params, sampling, namespace, prefix, documents, adapter)
         return self._stream_in_turn(request, namespace, whole=False) if len(request.tokens) else iter(())
 
     def complete(
         self, prompt: Any, params: SamplingParams | None = None, *, namespace: Hashable = None,
-        prefix: CompressedPrefix | None = None, **sampling: Any,
+        prefix: Behind | None = None, head: Any = None, segments: Iterable[Any] | None = None, link: int = LINK,
+        adapter: str | None = None, **sampling: Any,
     ) -> Completion:
         """Do what `InferenceEngine.complete` does, with the prefix cache; every failure is raised.
 
         Args:
-            prompt, params, namespace, prefix, sampling: as of `generate`, but the prompt has at least one token.
+            prompt: as of `generate`, but it has at least one token.
+            params, namespace, prefix, head, segments, link, adapter, sampling: as of `generate`.
         """
-        request = self._checked(prompt, params, sampling, namespace, prefix, with_text=True)
+        documents = Documents(head, segments, link)
+        request = self._checked(prompt, params, sampling, namespace, prefix, documents, adapter, with_text=True)
         return request.complete(self._stream_in_turn(request, namespace, whole=True))
+
+    def prepare(
+        self, segments: Iterable[Any], *, head: Any = None, namespace: Hashable = None
+    ) -> list[SegmentUse]:
+        """Compute segments behind a head, so that later requests find them cached; what is cached does not run.
+
+        Args:
+            segments, head, namespace: as of `generate`.
+
+        Returns:
+            The use of each: its tokens, and those that were cached before.
+
+        Raises:
+            as `complete`.
+        """
+        self._check_cache()
+        hash(namespace)
+        placed = self._requests.new.placed([0], None, Documents(head, segments, 0))
+        if self._sequence.settings.expect(placed.prefix) is None:
+            return []
+        with self._requests.call:
+            try:
+                with HeldTexts(self._pool) as held:
+                    self._run_seen(placed.prefix, namespace, 0, held)
+                    return placed.uses(held.cached) or []
+            finally:
+                self._sequence.clear()
 
     def _checkpoint(self) -> CheckpointText | GgufText | None:
         return self._requests.text
+
+    def _limits(self) -> tuple[Collection[str], int | None]:
+        return self._sequence.settings.features, self._requests.max_positions
 
     def vectors(self) -> Vectors:
         """See `ChatEngine`."""
@@ -225,7 +290,8 @@ class PrefixCachedEngine(ChatEngine):
 
     def chat(
         self, messages: Any, params: SamplingParams | None = None, *, tools: Any = None, template: Any = None,
-        namespace: Hashable = None, progress: Progress | None = None, **sampling: Any,
+        edits: Any = None, namespace: Hashable = None, progress: Progress | None = None, adapter: str | None = None,
+        **sampling: Any,
     ) -> Answer:
         """Do what `InferenceEngine.chat` does, with the prefix cache: only what is new in the conversation runs.
 
@@ -235,26 +301,83 @@ class PrefixCachedEngine(ChatEngine):
             progress: called after each piece of the prompt with its tokens that are cached or have run, and with all.
                 What it raises ends the answer.
         """
-        prompt, parts = self._requests.chat_prompt(messages, tools, template, parts=self._pool.keeps_states)
-        request = self._checked(prompt, params, sampling, namespace, with_text=True)
+        edited, parts = self.edit(messages, edits, tools=tools, template=template), tuple[int, ...]()
+        if self._pool.keeps_states:
+            most = self._requests.max_positions
+            ids, parts = prompt_with_partings(self._checkpoint(), edited.messages, tools, template, most)
+            found = ChatPrompt(ids, None, edited.applied, edited.original_tokens or len(ids), edited.messages)
+        else:
+            found = self._prompt_of(edited, tools, template)
+        request = self._checked(
+            found.tokens, params, sampling, namespace, found.prefix, adapter=adapter, with_text=True
+        )
         request.progress, request.parts_at = progress, parts
-        return Answer(request, self._stream_in_turn(request, namespace, whole=False))
+        return Answer(request, self._stream_in_turn(request, namespace, whole=False), found.applied_edits)
 
     def _checked(
         self, prompt: Any, params: SamplingParams | None, sampling: dict[str, Any], namespace: Hashable,
-        prefix: CompressedPrefix | None = None, *, with_text: bool = False,
+        prefix: Behind | None = None, documents: Documents = NO_DOCUMENTS, adapter: str | None = None, *,
+        with_text: bool = False,
     ) -> Request:
         """A new request; its prompt may be empty."""
         self._check_cache()
-        hash(namespace)  # raises TypeError here rather than in the middle of the request
+        expect_own(namespace)
         params = self.inner.sampling_params if params is None else params
-        prefix, or_empty = self._sequence.settings.expect(prefix), not with_text
-        return self._requests.request(prompt, params, sampling, with_text=with_text, or_empty=or_empty, prefix=prefix)
+        loaded, features = self.adapters.find(adapter), () if adapter is None else ("adapter",)
+        placed = self._requests.new.placed(prompt, prefix, documents, features)
+        self._sequence.settings.expect(placed.prefix, adapter)
+        return self._requests.request(
+            placed.prompt, params, sampling, with_text=with_text, or_empty=not with_text, placed=placed, adapter=loaded
+        )
 
     def _check_cache(self) -> None:
         """InvalidOperationError, once the blocks that are cached are not those of the engine any more."""
         if self._sequence.pool is not self._pool:
             raise InvalidOperationError("engine: expected the cache that it got here, got another one since then")
+
+    def hint(
+        self, action: str, *prompts: Any, namespace: Hashable = None, after: int | None = None,
+        prefix: Behind | None = None,
+    ) -> Hinted:
+        """Tell what is known of cached texts while no request has them; see `BatchEngine.hint`.
+
+        "demote", "release", and "prefetch", which waits until the texts are read from the tiers. It pins nothing.
+
+        Raises:
+            TypeError, ValueError: as `complete`; another action.
+            InvalidOperationError: the engine's cache was replaced.
+        """
+        self._check_cache()
+        hash(namespace)
+        if action not in ("demote", "prefetch", "release"):
+            raise ValueError(f"action: expected demote, prefetch or release of this engine, got {short(action)}")
+        prefix, requests = self._sequence.settings.expect(prefix), self._requests
+        found = [requests.new.prompt(each, prefix) for each in prompts]
+        hint = Hint.of(self._sequence.forward, action, found, namespace, prefix, after=after)
+        hinted = hint.found(self._pool)
+        for text in hint.texts:
+            if action == "prefetch":
+                self._read_ahead(text)
+                continue
+            with requests.lock:
+                if action == "demote":
+                    demote(self._pool, self._arrivals, text, hint.after)
+                else:
+                    self._pool.shared.leave(text, hint.after, at_once=True)
+        return hinted
+
+    def _read_ahead(self, text: Text) -> None:
+        """Cache what tiers have of a text."""
+        if self._arrivals is None:
+            return
+        with self._requests.lock:
+            lookup = self._arrivals.ask(text)
+        if lookup is None:
+            return
+        lookup.wait(_AHEAD)
+        with self._requests.lock, ExitStack() as held:
+            self._pool.shared.hold(text, text.num_tokens, held, self._arrivals.arrived, again=True)
+            self._arrivals.end(text)
 
     def cache_stats(self) -> PrefixCacheStats:
         """A snapshot of the prefix cache's counters.
@@ -352,25 +475,53 @@ class PrefixCachedEngine(ChatEngine):
 
     def _prefill(self, request: Request, namespace: Hashable) -> Float32:
         """Start the text with the cached blocks of a prompt and run the rest; returns the logits after the prompt."""
-        text = Text(request.tokens, namespace, request.prefix)
+        text = Text(request.tokens, namespace, request.prefix, request.adapter)
         text.parts_at = request.parts_at
-        rows, ran = self._run(text, request.progress)
+        if isinstance(request.prefix, SeenParts):
+            with HeldTexts(self._pool) as held:
+                self._run_seen(request.prefix, namespace, text.reach, held)
+                request.cached_texts = held.cached
+                rows, ran = self._run(text, request.progress, held.starts(request.prefix))
+        else:
+            rows, ran = self._run(text, request.progress)
         self._requests.num_prefilled += ran
         request.cached_tokens = len(request.tokens) - ran
         logits: Float32 = rows[0]
         return logits
 
-    def _run(self, text: Text, progress: Progress | None = None) -> tuple[Float32, int]:
-        """Run a prompt behind its cached blocks; returns the rows of its last token, and how many tokens ran."""
+    def _run_seen(self, prefix: Any, namespace: Hashable, least: int, held: HeldTexts) -> None:
+        """Run the texts that a `SeenParts` has parts of, as far as they are not cached, and hold them.
+
+        `least`: tokens of the request, which decide the regime.
+        """
+        forward = self._sequence.forward
+        for part in prefix.texts:
+            text = Text(part.tokens, namespace, part.behind)
+            text.least = least
+            text.regime = forward.regime(text.reach)
+            if not held.find(part, forward.space_of(text)):
+                _, ran = self._run(text, None, held.starts(part.behind))
+                self._requests.num_prefilled += ran
+                held.add(part, text, text.num_tokens - ran)
+
+    def _run(
+        self, text: Text, progress: Progress | None = None, parts: Sequence[PartStart] = ()
+    ) -> tuple[Float32, int]:
+        """Run a prompt behind its cached blocks; returns the rows of its last token, and how many tokens ran.
+
+        Args:
+            progress: see `chat`.
+            parts: that it sees.
+        """
         current, forward = self._sequence, self._sequence.forward
-        text.regime = forward.regime(text.num_tokens)
+        text.regime = forward.regime(text.reach)
         text.space = forward.space_of(text)
         if self._arrivals is None:
-            cached, ran = current.start(text), 0
+            cached, ran = current.start(text, None, parts), 0
         else:
             self._arrivals.clear()  # what an interrupt has left
             self._arrivals.begin(text)
-            cached = current.start(text, self._arrivals.arrived)
+            cached = current.start(text, self._arrivals.arrived, parts)
             ran = self._run_while_more_arrives(self._arrivals, text, progress)
         remaining = text.remaining
         ran += 0 if cached == text.num_tokens and remaining == 1 else remaining  # all is cached, but no logits

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import GeneratorType
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvcache.engine.call_ids import with_counted_ids
 from kvcache.engine.completion import FinishReason, Request
+from kvcache.engine.edit_masks import EditMasks, seen_by
+from kvcache.engine.edits import Edited, as_edits, edited
 from kvcache.engine.history import THOUGHTS, TOOLS, Messages, Rewriting, are_texts, rewritings, with_arguments
+from kvcache.engine.prompt_measure import PromptMeasure
 from kvcache.engine.text_rows import TextRows
 from kvcache.engine.vectors import VectorOptions, Vectors
 from kvcache.errors import CheckpointError
@@ -24,9 +27,13 @@ from kvcache.networks.protocols import Float32
 from kvcache.sampling.text_tokens import encoded, encoded_with_ends
 from kvcache.sampling.tokenizer import SPECIAL_TOKENS, CheckpointText, GgufText
 from kvcache.support.arguments import plain_int, short
+from kvcache.support.exclusions import expect
 from kvcache.support.json_text import read_json_text
+from kvcache.texts.seen_parts import SeenParts
 
-__all__ = ["Answer", "ChatEngine", "chat_tokens", "chat_tokens_with_ends", "render", "template_arguments"]
+__all__ = [
+    "Answer", "ChatEngine", "ChatPrompt", "chat_tokens", "chat_tokens_with_ends", "render", "template_arguments",
+]
 
 _OLDEST = (3, 1, 6)  # of jinja2: earlier sandboxes have known holes
 # Where a template reads the thoughts of an assistant.
@@ -47,9 +54,13 @@ class Answer:
         prompt_tokens: tokens of the conversation, as the template writes it.
         cached_tokens: those whose K and V came from a prefix cache; 0 before the first piece.
         tokens: the new tokens so far.
+        applied_edits: what each edit of the conversation has cleared, see `ChatEngine.edit`.
     """
 
-    def __init__(self, request: Request, new: Iterator[int]) -> None:
+    def __init__(
+        self, request: Request, new: Iterator[int], applied_edits: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        self.applied_edits = [*applied_edits]
         self.prompt_tokens = len(request.tokens)
         self.tokens: list[int] = []
         self._request, self._pieces = request, request.pieces(new, self.tokens)
@@ -77,6 +88,24 @@ class Answer:
         return f"Answer({len(self.tokens)} tokens to {self.prompt_tokens}, {self.finish_reason or 'not at its end'})"
 
 
+class ChatPrompt(NamedTuple):
+    """The prompt of a conversation after its edits.
+
+    Attributes:
+        tokens: those to run behind `prefix`.
+        prefix: what they see of the tokens before them, for `prefix=` of a request; None: they are all of the prompt.
+        applied_edits: what each edit has cleared, as the interface says it.
+        original_tokens: of the prompt before its edits.
+        messages: of the conversation, as the template got them.
+    """
+
+    tokens: list[int]
+    prefix: SeenParts | None
+    applied_edits: tuple[dict[str, Any], ...]
+    original_tokens: int
+    messages: Messages
+
+
 class ChatEngine:
     """The base of the engines: tokenizer, chat template and vectors of the checkpoint that each has."""
 
@@ -98,9 +127,75 @@ class ChatEngine:
         """The checkpoint's Jinja template of a conversation; None if it has none. CheckpointError: it is damaged."""
         return None if (text := self._checkpoint()) is None else text.chat_template
 
+    def edit(self, messages: Any, edits: Any, *, tools: Any = None, template: Any = None) -> Edited:
+        """Clear old results of tools and old thoughts of a conversation.
+
+        The edits are those of `context_management` in Anthropic's interface, such as
+        `{"type": "clear_tool_uses_20250919", "trigger": {"type": "input_tokens", "value": 30_000}}`. What they clear is
+        a function of the conversation alone; tokens are counted in the words of the template.
+
+        Args:
+            messages, tools, template: as of `apply_chat_template`.
+            edits: a list of dicts; an edit of thoughts comes first. None, or an empty list, changes nothing.
+
+        Returns:
+            The messages that stay, what each edit has cleared, and the tokens of the prompt before. An edit by masks
+            changes no message: `chat_prompt` does it.
+
+        Raises:
+            TypeError, ValueError: no such edits; as `apply_chat_template`.
+        """
+        known, found = None if edits is None else as_edits(edits), _messages(messages)
+        if known is None:
+            return Edited(found)
+        if known.uses is not None and known.uses.mask:
+            self.expect_masks()
+        tokenizer = _tokenizer_of(self._checkpoint())
+        return edited(found, known, PromptMeasure(self._writer(tools, template), tokenizer))
+
+    def chat_prompt(self, messages: Any, edits: Any = None, *, tools: Any = None, template: Any = None) -> ChatPrompt:
+        """The prompt of a conversation after its edits, those by masks too.
+
+        An edit of results of tools with `"kvcache_mode": "mask"` leaves the results in the text: tokens behind the edit
+        do not see them, and nothing runs again. `tokens` and `prefix` are for `complete`, `stream` and `submit`.
+
+        The arguments and the errors are those of `edit`. ValueError: a network or a cache that has no masks; the
+        template does not write results as they are.
+        """
+        return self._prompt_of(self.edit(messages, edits, tools=tools, template=template), tools, template)
+
+    def _prompt_of(self, found: Edited, tools: Any, template: Any) -> ChatPrompt:
+        """The prompt of an edited conversation; see `chat_prompt`."""
+        write = self._writer(tools, template)
+        text, tokenizer = write(found.messages), _tokenizer_of(self._checkpoint())
+        most = self._limits()[1]
+        if not found.masked:
+            ids = encoded(tokenizer, text, "messages", most=most, add_special_tokens=False)
+            original = len(ids) if found.original_tokens is None else found.original_tokens
+            return ChatPrompt(ids, None, found.applied, original, found.messages)
+        masks = EditMasks(found.messages, found.masked)
+        ends = masks.located(write, text)
+        ids, counts = encoded_with_ends(tokenizer, text, "messages", ends, most=most)
+        chain = masks.chain(counts, len(ids))
+        found = found.with_masked(len(ids), sum(stop - start for _, spans in chain for start, stop in spans))
+        seen, original = seen_by(ids, chain), found.original_tokens or len(ids)
+        return ChatPrompt(ids[0 if seen is None else seen.num_tokens :], seen, found.applied, original, found.messages)
+
+    def expect_masks(self) -> None:
+        """Raise ValueError if the network, or how the engine stores K and V, has no edits by masks."""
+        expect("kvcache_mode", "mask", self._limits()[0])
+
+    def _limits(self) -> tuple[Collection[str], int | None]:
+        """The features of network and settings, see `exclusions`, and the most positions of a text; None: no limit."""
+        raise NotImplementedError
+
+    def _writer(self, tools: Any, template: Any) -> Callable[[Any], str]:
+        """The function that writes messages, with the beginning of an answer."""
+        return lambda messages: render(self._checkpoint(), messages, tools, template=template)
+
     def apply_chat_template(
         self, messages: Any, *, tools: Any = None, add_generation_prompt: bool = True, tokenize: bool = False,
-        template: Any = None,
+        template: Any = None, edits: Any = None,
     ) -> Any:
         """A conversation in the words of the checkpoint's chat template, as transformers writes it; text or token ids.
 
@@ -112,11 +207,17 @@ class ChatEngine:
             add_generation_prompt: whether the beginning of the answer follows.
             tokenize: return token ids instead of the text. The tokenizer adds no special tokens to those in the text.
             template: more variables of the template, such as `{"enable_thinking": False}`: plain data by their names.
+            edits: what leaves the conversation first, see `edit`.
 
         Raises:
             TypeError, ValueError: no template or tokenizer; messages that the template does not take.
             ImportError: without the packages of the extra `text`. CheckpointError: a damaged template.
         """
+        if edits is not None:
+            found = self.edit(messages, edits, tools=tools, template=template)
+            if found.masked:
+                raise ValueError("edits: expected none by masks, which `chat` and `chat_prompt` do, got one")
+            messages = found.messages
         text = render(self._checkpoint(), messages, tools, add_generation_prompt, template)
         return chat_tokens(self._checkpoint(), text) if tokenize else text
 

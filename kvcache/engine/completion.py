@@ -10,13 +10,16 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.engine.documents import Placed, SegmentUse
 from kvcache.kernels.functions import log_sums
 from kvcache.networks.protocols import Float32
 from kvcache.networks.tokens import as_tokens
 from kvcache.sampling.sampling import Sampler
 from kvcache.sampling.text_stream import TextStream
 from kvcache.sampling.text_tokens import encoded
-from kvcache.texts.compressed_prefix import CompressedPrefix
+from kvcache.texts.behind import Behind
+from kvcache.texts.seen_parts import TextKey
+from kvcache.texts.text_adapter import TextAdapter
 
 __all__ = ["Completion", "Request", "TokenLogprobs", "as_prompt", "logprobs_of"]
 
@@ -45,7 +48,9 @@ class Completion:
         finish_reason: "stop" after a stop token or a stop string; "length" after `max_tokens` or at the network's last
             position.
         logprobs: for each token its `TokenLogprobs`; None unless `SamplingParams.logprobs` asked for them.
-        cached_tokens: the number of prompt tokens whose K and V came from a prefix cache.
+        cached_tokens: the number of prompt tokens whose K and V came from a prefix cache: of a request with
+            segments, those of the text behind them.
+        segments: for each segment its `SegmentUse`; None: there are none.
     """
 
     tokens: list[int]
@@ -53,6 +58,7 @@ class Completion:
     finish_reason: FinishReason
     logprobs: list[TokenLogprobs] | None
     cached_tokens: int
+    segments: list[SegmentUse] | None = None
 
 
 class Request:
@@ -63,14 +69,17 @@ class Request:
         sampler: draws the new tokens.
         stop_tokens: the tokens that end it, those of the network included.
         prefix: what its text stands behind, see `Text`.
+        adapter: that of its text.
 
     Attributes:
-        tokens, sampler, stop_tokens, prefix: as above.
+        tokens, sampler, stop_tokens, prefix, adapter: as above.
         text: gets the new tokens, if the request reports its text or has stop strings.
         params: those of the sampler.
         finish_reason: why it ended.
         logprobs: one entry per new token, if they are reported.
         cached_tokens: the number of prompt tokens that did not run.
+        cached_texts: of each cached text that it sees parts of the number of tokens that did not run.
+        placed: what its prompt was made of; None: of a prompt alone.
         is_complete: whether all its text has come.
         parts_at: see `Text`.
         progress: called while its prompt runs, see `PrefixCachedEngine.chat`; None: nothing is.
@@ -78,15 +87,18 @@ class Request:
 
     def __init__(
         self, tokens: NDArray[np.uint32], sampler: Sampler, stop_tokens: frozenset[int],
-        prefix: CompressedPrefix | None = None,
+        prefix: Behind | None = None, adapter: TextAdapter | None = None,
     ) -> None:
-        self.tokens, self.sampler, self.stop_tokens, self.prefix = tokens, sampler, stop_tokens, prefix
+        self.tokens, self.sampler, self.stop_tokens = tokens, sampler, stop_tokens
+        self.prefix, self.adapter = prefix, adapter
         self.text: TextStream | None = None
         self.params = sampler.params
         self.finish_reason: FinishReason = "length"
         self.parts_at: tuple[int, ...] = ()
         self.logprobs: list[TokenLogprobs] | None = None
         self.cached_tokens = 0
+        self.cached_texts: dict[TextKey, int] = {}
+        self.placed: Placed | None = None
         self.is_complete = False
         self.progress: Callable[[int, int], None] | None = None
         self._pieces = deque[str]()
@@ -123,7 +135,13 @@ class Request:
             self.logprobs = []
         tokens: list[int] = []
         text = "".join(self.pieces(new, tokens))
-        return Completion(tokens, None if self.text is None else text, self.end, self.logprobs, self.cached_tokens)
+        own = None if self.text is None else text
+        return Completion(tokens, own, self.end, self.logprobs, self.cached_tokens, self.segments)
+
+    @property
+    def segments(self) -> list[SegmentUse] | None:
+        """The use of each segment; None: there are none."""
+        return None if self.placed is None else self.placed.uses(self.cached_texts)
 
 
 def logprobs_of(logits: Float32, token: int, count: int) -> TokenLogprobs:

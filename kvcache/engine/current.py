@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from copy import copy
 from typing import Any
@@ -10,16 +10,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.engine.held_texts import HeldTexts
+from kvcache.engine.text_rows import common_tokens
 from kvcache.errors import InvalidOperationError, KvCacheError, OutOfMemoryError
 from kvcache.networks.protocols import Float32, Logits
 from kvcache.paged.cache import PagedKvCache
-from kvcache.texts.block_index import CachedStart
-from kvcache.texts.compressed_prefix import CompressedPrefix
+from kvcache.texts.behind import Behind
+from kvcache.texts.block_index import CachedStart, PartStart
 from kvcache.texts.forward import Forward
 from kvcache.texts.pool import Pool
+from kvcache.texts.seen_parts import SeenPart, SeenParts, TextKey
 from kvcache.texts.settings import CacheSettings
 from kvcache.texts.shared_prefixes import Arrived
 from kvcache.texts.text import Text, Tokens
+from kvcache.texts.text_adapter import TextAdapter
 
 __all__ = ["CurrentText", "Share"]
 
@@ -83,11 +87,53 @@ class CurrentText:
 
     # -- it becomes another text ------------------------------------------------------------------------------
 
-    def clear(self, prefix: CompressedPrefix | None = None) -> None:
-        """Become an empty text, perhaps behind a prefix. Cannot run out of blocks: an empty text has none."""
-        text = Text(_NO_TOKENS, prefix=prefix)
+    def clear(
+        self, prefix: Behind | None = None, least: int = 0, adapter: TextAdapter | None = None
+    ) -> dict[TextKey, int]:
+        """Become an empty text, perhaps behind a prefix, or with an adapter. Without parts it cannot run out of blocks.
+
+        The texts that a prefix names parts of run now; a failure leaves an empty text behind nothing.
+
+        Args:
+            least: tokens of the request, which decide the regime of these.
+
+        Returns:
+            How many tokens of each of these texts did not run.
+        """
+        if not isinstance(prefix, SeenParts):
+            self._become(prefix, adapter=adapter)
+            return {}
+        try:
+            with HeldTexts(self.pool) as held:
+                self._become(None)
+                for part in prefix.texts:
+                    self._run_seen(part, held, max(least, prefix.num_tokens))
+                self._become(prefix, held.starts(prefix), max(least, prefix.num_tokens))
+                return held.cached
+        except BaseException:
+            self._become(None)
+            raise
+
+    def _become(
+        self, prefix: Behind | None, parts: Sequence[PartStart] = (), least: int = 0,
+        adapter: TextAdapter | None = None,
+    ) -> None:
+        text = Text(_NO_TOKENS, prefix=prefix, adapter=adapter)
+        text.least, text.regime = least, self.forward.regime(least)
         self._end_old(text)
-        text.moved(0, 0, self.pool.empty(0))
+        text.moved(0, 0, self.pool.empty(0, parts))
+
+    def _run_seen(self, part: SeenPart, held: HeldTexts, least: int) -> None:
+        """Run the text of a part, behind what it shares with the text that ran before it, and hold it."""
+        text, tokens = self.text, part.tokens
+        pos = min(common_tokens([text.tokens, tokens]), len(tokens) - 1) if text.prefix is part.behind else 0
+        if pos:
+            self.pool.cut(text, pos)
+            text.num_tokens = pos
+        else:
+            self._become(part.behind, held.starts(part.behind), least)
+        self.extend(tokens[pos:], self.text.base + pos, whole=least)
+        held.add(part, self.text, pos)
 
     def _end_old(self, text: Text) -> None:
         """End the text, and what an exception has left; take another one, which has no sequence yet."""
@@ -95,17 +141,18 @@ class CurrentText:
         self.version += 1
         self.pool.settle()
 
-    def start(self, text: Text, arrived: Arrived | None = None) -> int:
+    def start(self, text: Text, arrived: Arrived | None = None, parts: Sequence[PartStart] = ()) -> int:
         """Become a text with its longest cached prefix; returns the number of tokens that the index has of it.
 
         Args:
             arrived: see `Pool.start`.
+            parts: that it sees.
         """
         self._end_old(text)
         try:
             with ExitStack() as held:
                 found, starts = self.pool.shared.hold(text, text.num_tokens, held, arrived)
-                self.pool.begin(text, found, starts, 0)
+                self.pool.begin(text, found, [each._replace(parts=parts) for each in starts], 0)
                 return starts[0].cached
         except Exception:
             self.clear()
@@ -115,6 +162,8 @@ class CurrentText:
         """Begin the text again with cached blocks that reach past what it has computed, if there are any."""
         text = self.text
         self.pool.keep(text, text.computed)
+        if text.prefix is not None and text.prefix.parts:  # its parts are held by the sequence that it has
+            return
         with ExitStack() as held:
             found, starts = self.pool.shared.hold(text, text.num_tokens, held, arrived, again=True)
             if found > text.computed:
@@ -138,7 +187,7 @@ class CurrentText:
             if cache.residual_length or cache.first_tokens:
                 cache.unpack(fresh)  # what it shares is read packed
             start = CachedStart(num_tokens)
-            places = [None if cache in group.caches else group.begin(fresh, num_tokens, start) for group in groups]
+            places = [() if cache in group.caches else group.begin(fresh, num_tokens, start) for group in groups]
         except Exception:
             with suppress(KvCacheError):  # `share` may have failed before it created the sequence
                 for group in groups:
@@ -180,7 +229,11 @@ class CurrentText:
             raise InvalidOperationError(f"pos: expected {least} or more, behind the prefix, or reset, got {pos}")
         pos -= self.text.base
         text, forward, end = self.text, self.forward, pos + len(tokens)
-        regime = forward.regime(max(whole, end))
+        regime = forward.regime(max(whole, text.base + end, text.least))
+        if regime != text.regime and isinstance(text.prefix, SeenParts):  # what it stands behind runs again too
+            tokens, pos = np.concatenate([text.tokens[:pos], tokens]), 0
+            self.clear(text.prefix, max(whole, text.base + end))
+            return self.extend(tokens, self.text.base, logits, whole)
         if forward.regime_of is not None and pos and not text.is_known:
             raise InvalidOperationError(
                 f"pos: expected 0, since positions of this network depend on the length of the text, and the tokens "
@@ -361,6 +414,7 @@ class CurrentText:
     def mend(self) -> None:
         """Restore the state after the last completed call; may run after an interrupt between any two lines."""
         text, self.forward.watch = self.text, None
+        self.pool.release_held()
         if not self.pool.settle(text):
             self.text = _empty(self.pool, 0)
             self.version += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from kvcache.engine.chat import Answer
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.compression import compressed
 from kvcache.engine.current import CurrentText, Share
+from kvcache.engine.documents import LINK, NO_DOCUMENTS, Documents
 from kvcache.engine.network_engine import NetworkEngine
 from kvcache.engine.opening import open_drafts
 from kvcache.engine.requests import Requests
@@ -33,11 +34,13 @@ from kvcache.sampling.tokenizer import CheckpointText, GgufText
 from kvcache.support.arguments import as_count, as_finite, as_floats, as_index
 from kvcache.support.copies import refuse_copies
 from kvcache.support.exclusions import expect
+from kvcache.texts.behind import Behind
 from kvcache.texts.compressed_prefix import CompressedPrefix, Storing
 from kvcache.texts.kv_settings import Options, Settings, with_options
 from kvcache.texts.policy import Policy
 from kvcache.texts.prefix_policy import PrefixPolicy
 from kvcache.texts.settings import CacheSettings, Load
+from kvcache.texts.text_adapter import TextAdapter
 
 if TYPE_CHECKING:  # typing has it from Python 3.11 on
     from typing_extensions import Unpack
@@ -64,6 +67,7 @@ class InferenceEngine(NetworkEngine):
         prefill_chunk: prompts run through the network in pieces of at most this many tokens, cut at its multiples.
         draft, draft_tokens: as of `BatchEngine`, but None by default, and with an `eviction_policy`. Tokens that were
             drawn from one pass are in the cache when the first of them is given.
+        adapters: as `load_adapter` takes them, by name.
 
     Under `EvictionPolicy.StreamingLLM` the length of a text is not limited: distances count within the cache, so
     positions may exceed `max_position_embeddings`, in constant memory and at a constant cost per token. Sinks, window
@@ -79,6 +83,7 @@ class InferenceEngine(NetworkEngine):
     Attributes:
         model: the network.
         sampling_params: the defaults of a request.
+        adapters: a mapping from names to each `Adapter`.
     """
 
     @with_options
@@ -92,9 +97,10 @@ class InferenceEngine(NetworkEngine):
         prefill_chunk: int = 512,
         draft: Any = None,
         draft_tokens: int = MOST_DRAFTS,
+        adapters: Mapping[str, Any] | None = None,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(model, sampling_params)
+        super().__init__(model, sampling_params, adapters=adapters)
         prefill_chunk = as_count(prefill_chunk, "prefill_chunk", 1, most=None)
         draft_tokens = as_count(draft_tokens, "draft_tokens", 1, 16)
         load, given = Load(0, prefill_chunk, draft_tokens), Settings.of(settings, options)
@@ -241,6 +247,9 @@ class InferenceEngine(NetworkEngine):
     def _checkpoint(self) -> CheckpointText | GgufText | None:
         return self.requests.text
 
+    def _limits(self) -> tuple[Collection[str], int | None]:
+        return self._settings.features, self.requests.max_positions
+
     def vectors(self) -> Vectors:
         """See `ChatEngine`."""
         expect("embed", self.eviction_policy, self._settings.features)
@@ -253,7 +262,8 @@ class InferenceEngine(NetworkEngine):
         """Bytes: "weights" (0: the model does not say), "kv" (cache, residual), "bookkeeping", "scratch", "huge"."""
         weights, current = getattr(self.model, "weights", None), self._sequence
         products = {"scratch": getattr(weights, "scratch_bytes", 0), "huge": getattr(weights, "huge_bytes", 0)}
-        own = {"weights": getattr(weights, "nbytes", 0), **total(current.pool.memory([current.text]), products)}
+        read = getattr(weights, "nbytes", 0) + self.adapters.nbytes
+        own = {"weights": read, **total(current.pool.memory([current.text]), products)}
         drafter = self.requests.drafter
         return own if drafter is None else total(own, drafter.memory())
 
@@ -274,7 +284,8 @@ class InferenceEngine(NetworkEngine):
     # ---------------------------------------------------------------- whole requests
 
     def complete(
-        self, prompt: Any, params: SamplingParams | None = None, *, prefix: CompressedPrefix | None = None,
+        self, prompt: Any, params: SamplingParams | None = None, *, prefix: Behind | None = None,
+        head: Any = None, segments: Iterable[Any] | None = None, link: int = LINK, adapter: str | None = None,
         **sampling: Any,
     ) -> Completion:
         """Continue a prompt: the new tokens, their text and why it ended; log-probabilities if `params` asks for them.
@@ -284,28 +295,40 @@ class InferenceEngine(NetworkEngine):
         Args:
             prompt: at least one token id; or a text, if the engine has a tokenizer.
             params: how to sample; by default the engine's `sampling_params`.
-            prefix: what `compress` made of a text before the prompt, whose tokens the prompt does not repeat.
+            prefix: what `compress` made of a text before the prompt, whose tokens the prompt does not repeat; or a
+                `SeenParts`.
+            head: the text before segments, or token ids: a system prompt.
+            segments: documents between the head and the prompt, `Segment`s, texts or token ids. Each sees the head and
+                itself alone, and the prompt sees all, at positions behind all: another answer than that of one text.
+            link: this many first tokens of each segment but the first run again in place, and see all before them.
+            adapter: the name of one of `adapters`; None: the network alone. An activated one changes the prompt from
+                its last invocation on.
             sampling: attributes of `SamplingParams`, in place of those of `params`: `complete(text, max_tokens=8)`.
 
         Raises:
             TypeError: no such attribute.
             ValueError: an empty prompt, an id outside the vocabulary, or more tokens than positions; a prefix of
-                another network, or with an eviction policy.
-            InvalidOperationError: this thread has an open stream of this engine.
+                another network, with an adapter, or with an eviction policy; no such adapter, or no invocation of it.
+            InvalidOperationError: this thread has an open stream of this engine; the adapter was unloaded meanwhile.
             OutOfMemoryError: the cache is too small.
         """
-        request = self._request(prompt, params, sampling, with_text=True, prefix=prefix)
+        documents = Documents(head, segments, link)
+        request = self._request(prompt, params, sampling, documents, adapter, with_text=True, prefix=prefix)
         return request.complete(self.requests.stream(request, whole=True))
 
     def generate(
-        self, prompt_tokens: Any, params: SamplingParams | None = None, *, prefix: CompressedPrefix | None = None,
+        self, prompt_tokens: Any, params: SamplingParams | None = None, *, prefix: Behind | None = None,
+        head: Any = None, segments: Iterable[Any] | None = None, link: int = LINK, adapter: str | None = None,
         **sampling: Any,
     ) -> list[int]:
         """Do what `complete` does, and return the new tokens alone."""
-        return list(self.requests.stream(self._request(prompt_tokens, params, sampling, prefix=prefix), whole=True))
+        documents = Documents(head, segments, link)
+        request = self._request(prompt_tokens, params, sampling, documents, adapter, prefix=prefix)
+        return list(self.requests.stream(request, whole=True))
 
     def stream(
-        self, prompt_tokens: Any, params: SamplingParams | None = None, *, prefix: CompressedPrefix | None = None,
+        self, prompt_tokens: Any, params: SamplingParams | None = None, *, prefix: Behind | None = None,
+        head: Any = None, segments: Iterable[Any] | None = None, link: int = LINK, adapter: str | None = None,
         **sampling: Any,
     ) -> Iterator[int]:
         """Do what `generate` does, token by token: check the arguments now, run the prompt at the first `next`.
@@ -315,24 +338,28 @@ class InferenceEngine(NetworkEngine):
         So does the next token of a stream if another call of that thread has changed the sequence. A stream may be
         continued on another thread.
         """
-        return self.requests.stream(self._request(prompt_tokens, params, sampling, prefix=prefix), whole=False)
+        documents = Documents(head, segments, link)
+        request = self._request(prompt_tokens, params, sampling, documents, adapter, prefix=prefix)
+        return self.requests.stream(request, whole=False)
 
     def chat(
         self, messages: Any, params: SamplingParams | None = None, *, tools: Any = None, template: Any = None,
-        **sampling: Any,
+        edits: Any = None, adapter: str | None = None, **sampling: Any,
     ) -> Answer:
         """Answer a conversation: an iterator of pieces of text, which `stream` computes token by token.
 
         Arguments and errors are those of `apply_chat_template` and `complete`; they are checked now.
         """
-        prompt, _ = self.requests.chat_prompt(messages, tools, template)
-        request = self._request(prompt, params, sampling, with_text=True)
-        return Answer(request, self.requests.stream(request, whole=False))
+        found = self.chat_prompt(messages, edits, tools=tools, template=template)
+        request = self._request(
+            found.tokens, params, sampling, adapter=adapter, with_text=True, prefix=found.prefix
+        )
+        return Answer(request, self.requests.stream(request, whole=False), found.applied_edits)
 
-    def score(self, tokens: Any, *, prefix: CompressedPrefix | None = None) -> Float32:
+    def score(self, tokens: Any, *, prefix: Behind | None = None, adapter: str | None = None) -> Float32:
         """Log-probability of each token after the first, given the tokens before it: float32 `(len(tokens) - 1,)`.
 
-        Behind a `prefix` they are given that too.
+        Behind a `prefix` they are given that too; `adapter` as of `complete`.
 
         The mean of the negatives is the log of the perplexity. Starts a new sequence, which holds all tokens but the
         last afterwards. Raises like `generate`.
@@ -340,18 +367,24 @@ class InferenceEngine(NetworkEngine):
         An engine that evicts does so between pieces of `prefill_chunk` tokens: within a piece each token sees the
         survivors and all earlier tokens of the piece. `prefill_chunk=1` evicts after every token.
         """
-        return self.requests.score(as_tokens(tokens, self.config.vocab_size), self._settings.expect(prefix))
+        prefix, loaded = self._settings.expect(prefix, adapter), self.adapters.find(adapter)
+        return self.requests.score(as_tokens(tokens, self.config.vocab_size), prefix, loaded)
 
     # ---------------------------------------------------------------- one sequence, step by step
 
-    def reset(self, prefix: CompressedPrefix | None = None) -> None:
+    def reset(self, prefix: Behind | None = None, *, adapter: str | None = None) -> None:
         """Start an empty sequence, perhaps behind a prefix. `prefill_token_count` is not reset.
 
-        Behind a prefix the first position is `prefix.num_tokens`, and `prefill_from_pos` goes back no further.
+        Behind a prefix the first position is `prefix.num_tokens`, and `prefill_from_pos` goes back no further. A
+        sequence keeps its adapter, that of the request that began it too, until another one begins.
+
+        Args:
+            adapter: as of `complete`; not an activated one, whose invocation is not known yet.
         """
-        self._settings.expect(prefix)
+        self._settings.expect(prefix, adapter)
+        own = TextAdapter.of(self.adapters.find(adapter), np.empty(0, np.uint32))
         with self.requests.call:
-            self._sequence.clear(prefix)
+            self._sequence.clear(prefix, adapter=own)
 
     def begin(self, share: Share) -> int:
         """Replace the current sequence by one that `share` creates, for example from blocks of another sequence.
@@ -481,7 +514,12 @@ class InferenceEngine(NetworkEngine):
             raise ValueError("policy: expected one with token ids, since the engine has no tokenizer, got texts")
         return encoded(self.tokenizer, text, "policy", add_special_tokens=False)
 
-    def _request(self, prompt: Any, params: SamplingParams | None, sampling: dict[str, Any], **options: Any) -> Request:
-        self._settings.expect(options.get("prefix"))
+    def _request(
+        self, prompt: Any, params: SamplingParams | None, sampling: dict[str, Any], documents: Documents = NO_DOCUMENTS,
+        adapter: str | None = None, *, prefix: Behind | None = None, **options: Any,
+    ) -> Request:
+        loaded, features = self.adapters.find(adapter), () if adapter is None else ("adapter",)
+        placed = self.requests.new.placed(prompt, prefix, documents, features)
+        self._settings.expect(placed.prefix, adapter)
         params = self.sampling_params if params is None else params
-        return self.requests.request(prompt, params, sampling, **options)
+        return self.requests.request(placed.prompt, params, sampling, placed=placed, adapter=loaded, **options)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcache.engine.adapters import Adapters
 from kvcache.engine.chat import ChatEngine
 from kvcache.engine.opening import Opened, open_checkpoint, open_drafts, open_gguf, split_options
+from kvcache.networks.adapter import Adapter
 from kvcache.networks.protocols import Model, NetworkConfig
 from kvcache.networks.weights import Progress
 from kvcache.sampling.sampling import SamplingParams
@@ -25,13 +29,20 @@ class NetworkEngine(ChatEngine):
     Attributes:
         model: the network.
         sampling_params: the defaults of a request.
+        adapters: a mapping from names to each `Adapter` that requests may name.
     """
 
     def __init__(
-        self, model: Model, sampling_params: SamplingParams | None = None, seed: int = 0, **options: Any
+        self, model: Model, sampling_params: SamplingParams | None = None, seed: int = 0, *,
+        adapters: Mapping[str, Any] | None = None, **options: Any,
     ) -> None:
         sampling_params = SamplingParams() if sampling_params is None else sampling_params
         self.model, self.sampling_params = model, as_instance(sampling_params, SamplingParams, "params")
+        self.adapters = Adapters(model)
+        if not (adapters is None or isinstance(adapters, Mapping)):
+            raise TypeError(f"adapters: expected a mapping from names to adapters, got {type(adapters).__name__}")
+        for name, each in (adapters or {}).items():
+            self.load_adapter(name, each)
 
     @classmethod
     def from_pretrained(
@@ -93,6 +104,27 @@ class NetworkEngine(ChatEngine):
         engine = cls(opened.model, opened.sampling_params, seed, calibrate=opened.calibrate, **options)
         engine._set_text(opened.text)
         return engine
+
+    def load_adapter(self, name: str, adapter: Adapter | str | PathLike[str]) -> Adapter:
+        """Take an adapter, or the path of one that `read_adapter` reads, which requests name then; returns it.
+
+        Under a name that there is already it takes the place of the old one; requests that run go on with that. Cached
+        prefixes are named by the numbers of an adapter, so that no other one has use of them, whatever its name is.
+
+        Raises:
+            TypeError: another kind, or a network that takes no adapters.
+            ValueError: an adapter of another network: of layers or projections that are not there, or of other sizes.
+            FileNotFoundError, CheckpointError: as `read_adapter`.
+        """
+        return self.adapters.load(name, adapter)
+
+    def unload_adapter(self, name: str) -> None:
+        """Give up an adapter; its requests that have not ended end with an InvalidOperationError, and no others.
+
+        Raises:
+            ValueError: there is none of this name.
+        """
+        self.adapters.unload(name)
 
     def _set_text(self, text: CheckpointText | GgufText) -> None:
         raise NotImplementedError

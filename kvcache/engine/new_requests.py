@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.engine.completion import Request, as_prompt
+from kvcache.engine.documents import Documents, Placed, place
 from kvcache.grammar.compiler import GrammarCompiler
 from kvcache.grammar.grammar import Grammar
 from kvcache.grammar.matcher import Matcher
@@ -19,7 +20,8 @@ from kvcache.sampling.sampling import Biases, Sampler, SamplingParams
 from kvcache.sampling.stop_strings import StopStrings
 from kvcache.support.arguments import as_count, short
 from kvcache.support.exclusions import excluded, expect
-from kvcache.texts.compressed_prefix import CompressedPrefix
+from kvcache.texts.behind import Behind, base_of
+from kvcache.texts.text_adapter import TextAdapter
 
 __all__ = ["NewRequests", "Shared"]
 
@@ -118,7 +120,8 @@ class NewRequests:
         return tuple(getattr(self._config, "eos_token_ids", ()))
 
     def request(
-        self, tokens: NDArray[np.uint32], shared: Shared, sample: int = 0, prefix: CompressedPrefix | None = None
+        self, tokens: NDArray[np.uint32], shared: Shared, sample: int = 0, prefix: Behind | None = None,
+        adapter: TextAdapter | None = None,
     ) -> Request:
         """A new request without text; adds one to the count of requests.
 
@@ -127,15 +130,16 @@ class NewRequests:
             shared: what it shares with other samples.
             sample: its number among them, which is added to the seed of its parameters.
             prefix: what its text stands behind.
+            adapter: that of its text.
         """
         stops, params = shared.stop_tokens, shared.params
         matcher = None if shared.matcher is None else shared.matcher.fresh(stops)
         rng = self._randomness(params, sample)
         sampler = Sampler(params, rng, self._config.vocab_size, tokens, 0, shared.biases, matcher, stops)
-        return Request(tokens, sampler, stops, prefix)
+        return Request(tokens, sampler, stops, prefix, adapter)
 
     def prompt(
-        self, prompt: Any, prefix: CompressedPrefix | None = None, *, or_empty: bool = False
+        self, prompt: Any, prefix: Behind | None = None, *, or_empty: bool = False
     ) -> NDArray[np.uint32]:
         """The token ids of a prompt, which are converted and checked here alone; see `as_prompt`.
 
@@ -145,8 +149,19 @@ class NewRequests:
         """
         tokens = as_prompt(prompt, self._tokenizer, self._config.vocab_size, self.max_positions)
         if len(tokens) or not or_empty:
-            self.check_span(tokens, 0 if prefix is None else prefix.num_tokens)
+            self.check_span(tokens, base_of(prefix))
         return tokens
+
+    def placed(
+        self, prompt: Any, prefix: Behind | None, documents: Documents, features: Collection[str] | None = None
+    ) -> Placed:
+        """A prompt behind what stands before it; see `place`.
+
+        Args:
+            features: those of the request beside those of the engine.
+        """
+        expect("segments", documents.segments, {*self._features, *(features or ())})
+        return place(prompt, prefix, documents, self._tokenizer, self._config.vocab_size)
 
     def check_span(self, tokens: NDArray[np.uint32], pos: int) -> None:
         """Raise ValueError unless there is a token, all positions from `pos` on exist, and texts are continued."""

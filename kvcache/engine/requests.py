@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.drafts.drafter import Drafter
 from kvcache.drafts.sources import DraftSources
-from kvcache.engine.chat import chat_tokens, render
 from kvcache.engine.completion import Request, as_prompt
 from kvcache.engine.current import CurrentText
+from kvcache.engine.documents import Placed
 from kvcache.engine.drawn_tokens import DrawnTokens
 from kvcache.engine.new_requests import NewRequests
-from kvcache.engine.partings import prompt_with_partings
 from kvcache.engine.text_rows import TextRows, common_tokens
 from kvcache.engine.turns import CallInTurn, Turn, Turns
 from kvcache.errors import InvalidOperationError
@@ -29,8 +28,9 @@ from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.text_stream import TextStream
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
 from kvcache.support.arguments import as_instance
-from kvcache.texts.compressed_prefix import CompressedPrefix
+from kvcache.texts.behind import Behind, base_of
 from kvcache.texts.forward import Forward
+from kvcache.texts.text_adapter import LoadedAdapter, TextAdapter
 
 __all__ = ["SCORE_FLOATS", "Requests", "Tokens", "log_probabilities"]
 
@@ -90,7 +90,8 @@ class Requests:
 
     def request(
         self, prompt: Any, params: SamplingParams, sampling: Mapping[str, Any], *, with_text: bool = False,
-        or_empty: bool = False, is_history: bool = False, prefix: CompressedPrefix | None = None,
+        or_empty: bool = False, is_history: bool = False, placed: Placed | None = None,
+        adapter: LoadedAdapter | None = None,
     ) -> Request:
         """A new request, checked; adds one to the count of requests.
 
@@ -100,34 +101,25 @@ class Requests:
             with_text: whether the request reports its text, if there is a tokenizer.
             or_empty: whether the prompt may be empty.
             is_history: whether the tokens of the prompt ran already; there may be any number of them.
-            prefix: what its text stands behind.
+            placed: what its text stands behind, and its prompt, which is `prompt`.
+            adapter: that of its text.
 
         Raises:
             TypeError, ValueError: as `InferenceEngine.complete`; a token of `logit_bias` is outside the vocabulary;
                 stop strings, or a text, without a tokenizer.
         """
         params, new = as_instance(params, SamplingParams, "params").changed(sampling), self.new
+        prefix = None if placed is None else placed.prefix
         if is_history:
             tokens = as_prompt(prompt, lambda: self.tokenizer, self.config.vocab_size)
         else:
             tokens = new.prompt(prompt, prefix, or_empty=or_empty)
         shared = new.shared(params, with_text)
-        request = new.request(tokens, shared, prefix=prefix)
+        request = new.request(tokens, shared, prefix=prefix, adapter=TextAdapter.of(adapter, tokens))
+        request.placed = placed
         if shared.decoder is not None:
             request.text = TextStream(shared.decoder, tokens, shared.stop_strings)
         return request
-
-    def chat_prompt(
-        self, messages: Any, tools: Any, template: Any, *, parts: bool = False
-    ) -> tuple[list[int], tuple[int, ...]]:
-        """The token ids of a conversation, behind which the answer begins; errors as of `InferenceEngine.chat`.
-
-        Args:
-            parts: whether to find after how many of them later ones are expected to differ, the second result.
-        """
-        if parts:
-            return prompt_with_partings(self.text, messages, tools, template, self.max_positions)
-        return chat_tokens(self.text, render(self.text, messages, tools, template=template), self.max_positions), ()
 
     def enlarge(self, blocks: int, cached: int | None = None) -> None:
         """Begin an empty text in a pool of `blocks` more; prefixes have at most `cached` of all, None: none."""
@@ -157,7 +149,8 @@ class Requests:
         turn = self.turns.take(self.sequence.version)
         try:
             with self.lock:
-                self.sequence.clear(request.prefix)
+                least = base_of(request.prefix) + len(request.tokens)
+                request.cached_texts = self.sequence.clear(request.prefix, least, request.adapter)
                 logits = self.prefill(request.tokens, self.sequence.num_tokens)
                 turn.leave(self.sequence.version)
             yield from self.decode(logits, request, turn)
@@ -215,14 +208,15 @@ class Requests:
             self.sequence.shorten(count)
             turn.leave(self.sequence.version)
 
-    def score(self, tokens: Tokens, prefix: CompressedPrefix | None = None) -> Float32:
+    def score(self, tokens: Tokens, prefix: Behind | None = None, adapter: LoadedAdapter | None = None) -> Float32:
         """Log-probability of each token after the first; see `InferenceEngine.score`."""
-        base = 0 if prefix is None else prefix.num_tokens
+        base = base_of(prefix)
         self.new.check_span(tokens[:-1] if len(tokens) > 1 else tokens, base)
         scores = np.empty(len(tokens) - 1, np.float32)
         chunk = max(1, min(self.sequence.chunk, SCORE_FLOATS // self.config.vocab_size))
+        own = TextAdapter.of(adapter, tokens)
         with self.call:
-            self.sequence.clear(prefix)
+            self.sequence.clear(prefix, base + len(tokens), own)
             try:
                 for start in range(0, len(scores), chunk):
                     piece = tokens[start : min(start + chunk, len(scores))]

@@ -12,15 +12,15 @@ from kvcache.support.descriptors import File
 from kvcache.support.regular_files import open_regular, read_at
 
 __all__ = [
-    "MAX_CONFIG_BYTES", "MAX_JSON_BYTES", "json_object", "open_file", "parse_json", "read_file", "read_json",
-    "refuse_adapter",
+    "ADAPTER_CONFIG", "MAX_CONFIG_BYTES", "MAX_JSON_BYTES", "json_object", "open_file", "parse_json", "read_file",
+    "read_json", "refuse_adapter",
 ]
 
 # An index or a header: room for more than 100 000 tensors of about 100 bytes each. It bounds the cost of parsing
 # hostile JSON to less than half a GiB and some seconds.
 MAX_JSON_BYTES = 16 * 2**20
 MAX_CONFIG_BYTES = 4 * 2**20  # a configuration; most take some KiB
-_ADAPTER = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 _MAX_DIGITS = 400  # of one number: parsing takes quadratic time, and float64 ends at 309 digits
 
 
@@ -70,14 +70,14 @@ def json_object(path: Path, data: bytes | bytearray, *, infinity: bool = False) 
 
 def refuse_adapter(directory: Path) -> None:
     """Raise CheckpointError for a folder of an adapter, such as LoRA, alone or beside a network, which it changes."""
-    found = directory / _ADAPTER
+    found = directory / ADAPTER_CONFIG
     if not found.exists():
         return
     base = read_json(found).get("base_model_name_or_path")
     named = f" for {short(base)}" if isinstance(base, str) and base else ""
     raise CheckpointError(
-        f"{found}: expected a network alone, got an adapter{named}: merge it into its network and save that, for "
-        "example with merge_and_unload of the package peft"
+        f"{found}: expected a network alone, got an adapter{named}: load its network, and the adapter beside it, with "
+        "adapters= of an engine or --adapter of a command"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,35 +14,26 @@ from kvcache.networks.checkpoint import Checkpoint
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.expert_kinds import StackedExperts
 from kvcache.networks.families import FAMILIES
+from kvcache.networks.folder_places import FolderPlaces
 from kvcache.networks.names import (
-    DELTA_PART,
     EXPERT,
     EXPERT_BIASES,
-    HEAD_PART,
     JOINT,
     LAYER,
     NORM,
-    Place,
     bias_rows,
-    fused_place,
-    key_head_place,
-    key_head_rows,
-    latent_order,
     paired_norm,
-    paired_rows,
     refuse_more_layers,
     stored_tensors,
     unread_of,
 )
 from kvcache.networks.quantised import QuantisedTensors
 from kvcache.networks.tensors import StoredRows
-from kvcache.networks.towers import Names
 
 __all__ = ["FolderTensors"]
 
 Float32 = NDArray[np.float32]
 
-_SHARED = re.compile(r"mlp\.shared_expert\.(gate|up)_proj\.weight")
 # Matrices of the network, in MTP layers; the last one of Step.
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight", "transformer.shared_head.output.weight")
 
@@ -70,49 +61,47 @@ class FolderTensors:
     def __init__(self, checkpoint: Checkpoint | QuantisedTensors, config: ModelConfig) -> None:
         self._checkpoint, self._config = checkpoint, config
         self._family = FAMILIES[config.architecture]
-        self._names = Names(checkpoint.__contains__)
-        self._places: dict[str, Place] = {}  # of tensors that were asked for
-        self._stacks: dict[str, StackedExperts | None] = {}  # of each layer with experts, by what its names begin with
+        self._places = FolderPlaces(config, checkpoint.__contains__, checkpoint.shape)
         self._slab: tuple[tuple[str, int], StoredRows] | None = None  # the last expert that was read
 
     @property
     def is_headless(self) -> bool:
         """See `Names`."""
-        return self._names.is_headless
+        return self._places.names.is_headless
 
     def __contains__(self, name: str) -> bool:
         """See `Tensors.__contains__`."""
-        return self._place(name).name in self._checkpoint
+        return self._places.place(name).name in self._checkpoint
 
     def require(
         self, expected: Iterable[tuple[str, tuple[int, ...]]], optional: Callable[[str], bool] = lambda _: False
     ) -> None:
         """See `Tensors.require`; messages have the names of the files."""
         refuse_more_layers(
-            map(self._names.layer_of, self._checkpoint.names()), self._config, JOINT.removesuffix("weight"),
+            map(self._places.names.layer_of, self._checkpoint.names()), self._config, JOINT.removesuffix("weight"),
             "num_hidden_layers",
         )
-        others, layers = self._names.is_of_another_tower, self._config.num_layers
-        unread = {self._place(name).name for name in unread_of(self._config)}
+        others, layers = self._places.names.is_of_another_tower, self._config.num_layers
+        unread = {self._places.place(name).name for name in unread_of(self._config)}
         self._checkpoint.require(
-            stored_tensors(expected, self._place),
+            stored_tensors(expected, self._places.place),
             lambda name: name in unread or others(name) or optional(name) or self._is_behind(name, layers),
         )
 
     def _is_behind(self, name: str, layers: int) -> bool:
         """Whether a tensor is of a layer behind the last one that is read; such a layer has copies of two matrices."""
-        found = self._names.layer_of(name) if self._family.next_layers and not self._family.next_prefix else None
+        found = self._places.names.layer_of(name) if self._family.next_layers and not self._family.next_prefix else None
         if found is None:
             return False
         return found[0] >= layers or (found[0] >= self._config.trunk_layers and found[1] in _COPIES)
 
     def read(self, name: str) -> Float32:
         """See `Tensors.read`."""
-        place = self._place(name)
+        place = self._places.place(name)
         found = self._checkpoint.read(place.name)
         if (count := bias_rows(self._config, name, place)) is not None:
             found = found[place.first : place.first + count]
-        order = self._order(name, 0, len(found), place) if name.endswith(".bias") else None
+        order = self._places.order(name, 0, len(found), place) if name.endswith(".bias") else None
         if order is not None:
             found = found[order]
         if self._family.neighbours:
@@ -126,26 +115,20 @@ class FolderTensors:
         if self._family.norms_less_one and less_one:
             found = found + np.float32(1)
         biases = EXPERT_BIASES.search(name)
-        if biases and biases[1] != "down" and (stack := self._stack_of(name)) and stack.in_turn:
+        if biases and biases[1] != "down" and (stack := self._places.stack_of(name)) and stack.in_turn:
             return np.ascontiguousarray(found[:, biases[1] == "up" :: 2])
         return found
 
     def format(self, name: str) -> str:
         """See `Tensors.format`."""
-        stored = self._checkpoint.format(self._place(name).name)
-        transposed = (part := self._head_part(name)) is not None and part[0] == "k_b"
+        stored = self._checkpoint.format(self._places.place(name).name)
+        transposed = (part := self._places.head_part(name)) is not None and part[0] == "k_b"
         return "f32" if transposed and MATRIX_FORMATS[stored].packed else stored
-
-    def _head_part(self, name: str) -> tuple[str, int] | None:
-        """Which part of latent attention a name is, of which head; None: it is none."""
-        inside = LAYER.fullmatch(name)
-        found = HEAD_PART.fullmatch(inside[2]) if inside else None
-        return (found[1], int(found[2])) if found else None
 
     def _transposed_keys(self, name: str, first: int, stop: int) -> StoredRows:
         """Rows of the transposed key matrix of a head."""
         assert self._config.latent is not None
-        place, size = self._place(name), self._config.latent.plain
+        place, size = self._places.place(name), self._config.latent.plain
         if self._slab is None or self._slab[0] != (place.name, place.first):
             stored = self._checkpoint.rows(place.name, place.first, place.first + size)
             self._slab = (place.name, place.first), stored
@@ -155,31 +138,20 @@ class FolderTensors:
 
     def rows(self, name: str, first: int, stop: int) -> StoredRows:
         """See `Tensors.rows`."""
-        place = self._place(name)
+        place = self._places.place(name)
         inside = LAYER.fullmatch(name)
         expert = EXPERT.fullmatch(inside[2]) if inside else None
-        if expert and (stack := self._stack_of(name)) and (stack.turned or (stack.in_turn and expert[2] != "down")):
+        stack = self._places.stack_of(name) if expert else None
+        if expert and stack and (stack.turned or (stack.in_turn and expert[2] != "down")):
             return self._from_stack(stack, place.name, expert, first, stop)
-        if (part := self._head_part(name)) is not None and part[0] == "k_b":
+        if (part := self._places.head_part(name)) is not None and part[0] == "k_b":
             return self._transposed_keys(name, first, stop)
-        order = self._order(name, first, stop, place)
+        order = self._places.order(name, first, stop, place)
         if order is None:
             return self._checkpoint.rows(place.name, place.first + first, place.first + stop)
         begin = int(order.min())
         stored = self._checkpoint.rows(place.name, place.first + begin, place.first + int(order.max()) + 1)
         return stored.taken(order - begin)
-
-    def _order(self, name: str, first: int, stop: int, place: Place) -> NDArray[np.int64] | None:
-        """The rows of a file, from `place.first` on, for some of a tensor; None: they follow each other."""
-        if self._family.neighbours:
-            return paired_rows(self._config, name, first, stop)
-        inside = LAYER.fullmatch(name)
-        if self._config.latent is not None and inside is not None:
-            return latent_order(self._config, inside[2], first, stop)
-        found = DELTA_PART.search(name) if self._family.by_key_heads else None
-        if found is None or self._config.recurrence is None:
-            return None
-        return key_head_rows(self._config.recurrence, found[1], first, stop) - place.first
 
     def _from_stack(self, stack: StackedExperts, name: str, expert: re.Match[str], first: int, stop: int) -> StoredRows:
         """Rows of an expert, of a stack that has them as columns, or those of gate and up in turn."""
@@ -195,95 +167,3 @@ class FolderTensors:
         if not stack.turned:
             return slab.rows(wanted)
         return StoredRows(slab.format, np.ascontiguousarray(slab.values[:, wanted].T))
-
-    def _place(self, name: str) -> Place:
-        if name not in self._places:
-            place = self._place_of_texts(name)
-            found = self._names(place.name)
-            if found not in self._checkpoint:
-                others = (found.replace(own, other) for own, other in self._family.other_names.items())
-                found = next((other for other in others if other in self._checkpoint), found)
-            self._places[name] = place._replace(name=found)
-        return self._places[name]
-
-    def _place_of_texts(self, name: str) -> Place:
-        """The place of a tensor, as a checkpoint of the text network alone names it."""
-        inside = LAYER.fullmatch(name)
-        if not inside:
-            return Place(self._renamed(name))
-        layer, part = self._layer(inside), inside[2]
-        if (ahead := int(inside[1]) - self._config.trunk_layers) >= 0:
-            stem, _, kind = part.rpartition(".")
-            if (own := self._family.next_names.get(stem, "")) and "mtp" in own:
-                return Place(f"{own}.{kind}")
-        place = self._expert(part, layer)
-        if part == "mixer.rate" and (states := self._config.recurrence) is not None and self._family.rate_axes:
-            place = Place(part, 0, (1, 1, states.heads, 1))
-        found = DELTA_PART.search(part) if self._family.by_key_heads else None
-        if found and self._config.recurrence is not None:
-            names = "linear_attn.in_proj_ba.weight", "linear_attn.in_proj_qkvz.weight"
-            place = key_head_place(self._config.recurrence, self._config.hidden_size, found[1], *names)
-        if (head := HEAD_PART.fullmatch(part)) and (sizes := self._config.latent) is not None:
-            each, heads = sizes.plain + sizes.value, self._config.num_heads
-            begin = int(head[2]) * each + (sizes.plain if head[1] == "v_b" else 0)
-            place = Place("self_attn.kv_b_proj.weight", begin, (heads * each, sizes.latent))
-        place = place or fused_place(self._config, part, *self._family.fused) or Place(part)
-        return place._replace(name=layer + self._renamed(place.name, self._family.next_names if ahead >= 0 else None))
-
-    def _layer(self, inside: re.Match[str]) -> str:
-        """The start of the names of a layer's tensors in files of the text network alone."""
-        ahead = int(inside[1]) - self._config.trunk_layers
-        own = self._family.next_prefix if ahead >= 0 else ""
-        if own:
-            return f"{own}{ahead}."
-        return f"{self._family.prefix}layers.{int(inside[1]) // (2 if self._family.paired else 1)}."
-
-    def _renamed(self, name: str, more: Mapping[str, str] | None = None) -> str:
-        """The name of a tensor in files of the family, or one of `more`; that of its layer is left out."""
-        if name in self._family.names:
-            return self._family.names[name]
-        stem, dot, kind = name.rpartition(".")
-        return f"{(more or {}).get(stem) or self._family.names.get(stem, stem)}{dot}{kind}"
-
-    def _stack_of(self, name: str) -> StackedExperts | None:
-        """How files stack the experts of the layer of this tensor."""
-        inside = LAYER.fullmatch(name)
-        return self._stack(self._layer(inside)) if inside else None
-
-    def _stack(self, layer: str) -> StackedExperts | None:
-        """How files stack the experts of a layer; None: they do not."""
-        kind, sizes = self._family.experts, self._config.experts
-        if kind is None or sizes is None or not kind.stacks:
-            return None
-        if layer not in self._stacks:
-            turned, found = (sizes.size, self._config.hidden_size), None if kind.each else kind.stacks[-1]
-            for stack in reversed(kind.stacks):
-                there = (name := self._names(f"{layer}{stack.down}")) in self._checkpoint
-                if there and (not stack.turned or self._checkpoint.shape(name)[1:] == turned):
-                    found = stack
-            self._stacks[layer] = found
-        return self._stacks[layer]
-
-    def _expert(self, part: str, layer: str) -> Place | None:
-        """The place of a tensor of a layer's experts that files name or store in another way; None: of any other."""
-        kind, sizes, experts = self._family.experts, self._config.experts, self._config.num_experts
-        if kind is None or sizes is None:
-            return None
-        hidden, inner, stack = self._config.hidden_size, sizes.size, self._stack(layer)
-        if (expert := EXPERT.fullmatch(part)) and stack is None:
-            return Place(kind.each.format(expert[1], kind.parts[("gate", "up", "down").index(expert[2])]))
-        if expert and stack and expert[2] == "down":
-            shape = (inner, hidden) if stack.turned else (hidden, inner)
-            return Place(stack.down, int(expert[1]) * hidden, (experts, *shape))
-        if expert and stack and stack.apart:
-            return Place(stack.gate_up.format(expert[2]), int(expert[1]) * inner, (experts, inner, hidden))
-        if expert and stack:
-            shape = (hidden, 2 * inner) if stack.turned else (2 * inner, hidden)
-            return Place(stack.gate_up, (2 * int(expert[1]) + (expert[2] == "up")) * inner, (experts, *shape))
-        if stack and (biases := EXPERT_BIASES.fullmatch(part)):
-            if biases[1] == "down":
-                return Place(stack.biases[1])
-            return Place(stack.biases[0], biases[1] == "up", (experts, 2 * inner))
-        if kind.shared_stack and (shared := _SHARED.fullmatch(part)):
-            return Place(kind.shared_stack, sizes.shared * (shared[1] == "up"), (2 * sizes.shared, hidden))
-        return Place(part, 0, (1, experts)) if kind.bias_row and part == "mlp.expert_bias" else None

@@ -99,7 +99,7 @@ def index_rows(
 
 def latent_rows(
     projected: Float32, own: Float32, sizes: LatentSizes, weights: LatentWeights, times: Times, turns: Sequence[Turn],
-    activations: str,
+    activations: str, others: Any = slice(None),
 ) -> tuple[Float32, ...]:
     """Queries and keys as a cache takes them, and the queries turned in other ways.
 
@@ -111,6 +111,7 @@ def latent_rows(
         turns: RoPE of `(n, heads, turned)` for each set of positions, or what returns its argument; the first one turns
             keys too.
         activations: as of `Matrix.multiply`.
+        others: the rows whose queries are turned in the other ways.
 
     Returns:
         Keys `(n, 1, latent + turned)`; then for each of `turns` queries `(n, heads, latent + turned)`.
@@ -124,9 +125,10 @@ def latent_rows(
     met = times_heads(by_head[:, :, : sizes.plain], weights.keys, activations)
     found = [keys]
     for turn in turns:
-        whole = np.empty((n, heads, sizes.key), np.float32)
-        whole[:, :, : sizes.latent] = met
-        turning = by_head[:, :, sizes.plain :]
+        chosen = others if len(found) > 1 else slice(None)
+        turning = by_head[chosen, :, sizes.plain :]
+        whole = np.empty((len(turning), heads, sizes.key), np.float32)
+        whole[:, :, : sizes.latent] = met[chosen]
         if len(found) == 1:
             both = turn(np.concatenate([turning, projected[:, None, first + sizes.latent :]], axis=1))
             whole[:, :, sizes.latent :], keys[:, :, sizes.latent :] = both[:, :heads], both[:, heads:]

@@ -7,7 +7,7 @@ result, so the same network runs over a paged, a quantised or a shared cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,21 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.kernels.layers import (
-    clamped_swiglu,
     gate,
-    geglu,
-    gelu,
     layer_norm,
     near_experts,
     rms_norm,
     softcap,
     softplus_gate,
-    swiglu,
     thin,
     top_experts,
-    xielu,
 )
 from kvcache.kernels.matrix import checked_activations
+from kvcache.networks.activations import activation_of, limited_swiglu
+from kvcache.networks.adapter import Adapter
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.experts import mix_experts
 from kvcache.networks.gguf import GgufCheckpoint, is_gguf
@@ -41,6 +38,7 @@ from kvcache.networks.padded_heads import padded, stored_sizes
 from kvcache.networks.protocols import Attend, LayerAttention, LayerIndex, Logits, Recur
 from kvcache.networks.recurrence import Layer, layer_of
 from kvcache.networks.rope import Rope, RopeTable
+from kvcache.networks.row_adapters import Adapt, PreparedAdapter, RowAdapters
 from kvcache.networks.weights import InputWeights, LayerWeights, MlpWeights, Progress, Weight, Weights
 from kvcache.support.arguments import short
 
@@ -78,7 +76,7 @@ class Transformer:
         self.activations = activations
         self._first_shared = first_sharing(config.sizes)
         self._rope = self._table(config.rope, config.rotary_dim)
-        self._activated, self._drafts = _activation_of(config), config.draft_layers > 0
+        self._activated, self._drafts = activation_of(config), config.draft_layers > 0
         self._gate = softplus_gate if config.gate_curve == "softplus" else partial(gate, silu=False)
         self._raw = config.next_layer is not None and config.next_layer.is_raw
         self._last_mixing = max((i for i in range(config.trunk_layers) if config.mixers[i]), default=0)
@@ -162,6 +160,10 @@ class Transformer:
             None if config.index is None else LayerIndex(config.index.stored, config.index.most, config.index.own[i]),
         )
 
+    def prepare_adapter(self, adapter: Adapter) -> PreparedAdapter:
+        """An adapter as `forward` takes it. ValueError: it does not fit the network, see `Adapter.expect`."""
+        return PreparedAdapter.of(adapter, self.config)
+
     @property
     def draft_layers(self) -> int:
         """The MTP layers, see `Model`: 1 or 0."""
@@ -205,10 +207,12 @@ class Transformer:
         logits: Logits | NDArray[np.int64] = "last",
         *,
         sink_positions: NDArray[np.int64] | None = None,
+        sink_rows: NDArray[np.int64] | None = None,
         regime: int = 0,
         recur: Recur | None = None,
         hidden: HiddenRows | None = None,
         head: bool = True,
+        adapters: Sequence[tuple[int, int, PreparedAdapter]] = (),
     ) -> Float32:
         """Run new tokens through all layers; `protocols.StreamingModel.forward` gives the shapes.
 
@@ -216,6 +220,7 @@ class Transformer:
             recur: called once for each layer with a state; `protocols.Model`.
             hidden: of a network with an MTP layer; None: the rows are one text from its start.
             head: False returns the rows behind the last norm, `(rows, hidden_size)`, in place of their logits.
+            adapters: those of some rows, `(first row, last row + 1, of prepare_adapter)`, ascending and apart.
 
         Raises:
             ValueError: a position that no text of this regime has; no `recur` for layers with a state.
@@ -225,7 +230,11 @@ class Transformer:
         end = int(np.maximum.reduce(positions, initial=-1)) + 1
         if regime not in range(len(self._tables)) or self.regime(end) > regime:
             raise ValueError(f"regime: expected that of a text with these positions, got {short(regime)}")
-        rows = self._rows(tokens, (positions,) if sink_positions is None else (positions, sink_positions), regime)
+        places = (positions,) if sink_positions is None else (positions, sink_positions)
+        others = slice(None) if sink_rows is None else sink_rows
+        rows = self._rows(tokens, places, regime)._replace(others=others)
+        if adapters:
+            rows = rows._replace(adapters=RowAdapters.of(adapters, len(tokens)))
         chosen: Any = slice(len(tokens) - (logits == "last"), None) if isinstance(logits, str) else logits
         whole = isinstance(logits, str) and (logits == "all" or (logits == "last" and len(tokens) == 1))
         finish = self._scores if head else np.ascontiguousarray
@@ -269,9 +278,10 @@ class Transformer:
             for start in range(0, len(rows.x), max(1, together)):
                 part = slice(start, start + together)
                 self._add_parts(
-                    layer, rows.x[part], None if mixed is None else mixed[part],
+                    i, layer, rows.x[part], None if mixed is None else mixed[part],
                     None if rows.inputs is None else rows.inputs[part, i],
                     None if rows.streams is None else rows.streams[part],
+                    None if rows.adapters is None else rows.adapters.taken(part),
                 )
             if layer.scale is not None:
                 rows.x[...] *= layer.scale
@@ -288,16 +298,18 @@ class Transformer:
         return rows._replace(x=streams[:, sizes.active].copy(), streams=streams)
 
     def _add_parts(
-        self, layer: LayerWeights, x: Float32, mixed: Float32 | None, inputs: Float32 | None, streams: Float32 | None
+        self, i: int, layer: LayerWeights, x: Float32, mixed: Float32 | None, inputs: Float32 | None,
+        streams: Float32 | None, adapters: RowAdapters | None,
     ) -> None:
         """Add what the parts of a layer compute of some rows to their residual stream `x`, or to all `streams`."""
         config, eps, normed, beside = self.config, self.config.rms_norm_eps, None, None
+        adapt: Mapping[str, Adapt] = {} if adapters is None else adapters.of_layer(i)
         if config.norms == "parallel":
             normed = self._normed(x, layer.input_norm)
         if layer.streams is not None:
             beside = layer.streams.beside(self._normed(x, layer.input_norm), self._times, eps)
         if mixed is not None and layer.output is not None:
-            self._add_times(x, mixed, layer.output, layer.output_bias, layer.output_norm)
+            self._add_times(x, mixed, layer.output, layer.output_bias, layer.output_norm, adapt.get("output"))
         if beside is not None:
             x += beside
             x *= np.float32(math.sqrt(0.5))
@@ -305,7 +317,8 @@ class Transformer:
             normed = self._normed(x, layer.mlp_norm) if normed is None else normed
             if layer.router is None:
                 (mlp,) = layer.mlps
-                self._add_times(x, self._gated(normed, mlp), mlp.down, mlp.down_bias, layer.down_norm)
+                gated = self._gated(normed, mlp, adapt.get("gate_up"))
+                self._add_times(x, gated, mlp.down, mlp.down_bias, layer.down_norm, adapt.get("down"))
             else:
                 self._add_experts(x, layer, layer.router, normed)
         to = x
@@ -393,10 +406,11 @@ class Transformer:
         if layer.latent is not None:
             return self._mixed_latent(i, layer, layer.latent, normed, rows, table, attend)
         sizes = config.sizes[i]
-        heads, values, gates = self._project(normed, layer, sizes)
+        adapt = None if rows.adapters is None else rows.adapters.of_layer(i).get("qkv")
+        heads, values, gates = self._project(normed, layer, sizes, adapt)
         after = layer.qk_norm if config.qk_norm in _AFTER else None
         factors = rows.factors if config.unrotated_growth is None or table is None else None
-        turned = self._turned(sizes.num_heads, heads, values, table, rows.turns[table], factors, after)
+        turned = self._turned(sizes.num_heads, heads, values, table, rows.turns[table], factors, after, rows.others)
         if (parts := self._padded[i]) is not None:
             turned = tuple(padded(each, parts) for each in turned)
         if sizes.kv_layer is not None:
@@ -426,10 +440,11 @@ class Transformer:
         if config.index is not None and weights.index is not None:
             index = index_rows(normed, own, config.index, weights.index, self._times, turns[0])
         keys, queries, *others = latent_rows(
-            projected, own, config.latent, weights, self._times, turns, self.activations
+            projected, own, config.latent, weights, self._times, turns, self.activations, rows.others
         )
         if rows.factors is not None:
-            queries, *others = (each * rows.factors[:, None, None] for each in (queries, *others))
+            queries = queries * rows.factors[:, None, None]
+            others = [each * rows.factors[rows.others, None, None] for each in others]
         if (parts := self._padded[i]) is not None:
             queries, keys, *others = (padded(each, parts) for each in (queries, keys, *others))
         sinks: Any = others
@@ -447,9 +462,12 @@ class Transformer:
             scores *= np.float32(config.logit_scale)
         return scores if config.logit_softcap is None else softcap(scores, config.logit_softcap)
 
-    def _times(self, x: Float32, weight: Weight, bias: Float32 | None = None) -> Float32:
-        """A product."""
-        return weight.multiply(x, bias, activations=self.activations)
+    def _times(self, x: Float32, weight: Weight, bias: Float32 | None = None, adapt: Adapt | None = None) -> Float32:
+        """A product, and what adapters add to it."""
+        product = weight.multiply(x, bias, activations=self.activations)
+        if adapt is not None:
+            adapt(x, product)
+        return product
 
     def _normed(self, x: Float32, norm: Float32 | None, eps: float = 0.0) -> Float32:
         if norm is None:
@@ -458,13 +476,16 @@ class Transformer:
         return rms_norm(x, norm, eps) if self.config.norm == "rms" else layer_norm(x, norm[0], norm[1], eps)
 
     def _add_times(
-        self, x: Float32, rows: Float32, weight: Weight, bias: Float32 | None, norm: Float32 | None
+        self, x: Float32, rows: Float32, weight: Weight, bias: Float32 | None, norm: Float32 | None,
+        adapt: Adapt | None,
     ) -> None:
-        """Add a product to the residual stream `x`."""
+        """Add a product, and what adapters add to it, to the residual stream `x`."""
         if norm is None and self.config.residual_scale == 1:
             weight.multiply(rows, bias, activations=self.activations, out=x, add=True)
+            if adapt is not None:
+                adapt(rows, x)
         else:
-            self._add(x, self._times(rows, weight, bias), norm)
+            self._add(x, self._times(rows, weight, bias, adapt), norm)
 
     def _add(self, x: Float32, part: Float32, norm: Float32 | None) -> None:
         """Add what a part of a layer computes to the residual stream `x`."""
@@ -474,7 +495,7 @@ class Transformer:
         x += part
 
     def _project(
-        self, x: Float32, layer: LayerWeights, sizes: LayerSizes
+        self, x: Float32, layer: LayerWeights, sizes: LayerSizes, adapt: Adapt | None
     ) -> tuple[Float32, Float32, Float32 | None]:
         """Queries and keys of `x` `(n, hidden)` before RoPE, `(n, num_heads + num_kv_heads, head_dim)`; V; gates.
 
@@ -482,7 +503,7 @@ class Transformer:
         """
         config, eps = self.config, self.config.rms_norm_eps
         assert layer.qkv is not None
-        projected, gates = self._times(x, layer.qkv, layer.qkv_bias), None
+        projected, gates = self._times(x, layer.qkv, layer.qkv_bias, adapt), None
         if self._scaled is not None:
             projected *= self._scaled.heads
         if config.gates:
@@ -524,17 +545,17 @@ class Transformer:
 
     def _turned(
         self, count: int, heads: Float32, values: Float32, table: RopeTable | None, turns: Sequence[Any],
-        factors: Float32 | None, norm: Float32 | None,
+        factors: Float32 | None, norm: Float32 | None, others: Any,
     ) -> tuple[Any, ...]:
         """The `count` queries, keys and values, rotated by the first of `turns`; for each other the queries, by that.
 
-        Queries are multiplied by `factors`, if there are any. `norm` follows, if there is one.
+        `others`: the rows of these. Queries are multiplied by `factors`, if there are any. `norm` follows, if given.
         """
         if factors is not None:
             heads = np.concatenate([heads[:, :count] * factors[:, None, None], heads[:, count:]], axis=1)
         found: list[Float32] = []
         for rows in turns:
-            some = heads[:, :count] if found else heads
+            some = heads[others, :count] if found else heads
             turned = some if table is None else table.rotate(some, rows)
             turned = turned if norm is None else rms_norm(turned, norm[: some.shape[1]], self.config.rms_norm_eps)
             found += [turned] if found else [turned[:, :count], turned[:, count:], values]
@@ -597,16 +618,16 @@ class Transformer:
         both = np.concatenate([self._times(x, weights.gate), inputs], axis=1)
         return self._times(self._activated(both), weights.projection)
 
-    def _gated(self, x: Float32, mlp: MlpWeights) -> Float32:
+    def _gated(self, x: Float32, mlp: MlpWeights, adapt: Adapt | None = None) -> Float32:
         """The rows that the last matrix of an MLP takes."""
-        both = self._times(x, mlp.gate_up, mlp.gate_up_bias)
+        both = self._times(x, mlp.gate_up, mlp.gate_up_bias, adapt)
         if mlp.cutoff is not None:
             thin(both, mlp.cutoff[0])
         if self._scaled is not None:
             both *= self._scaled.gate_up
             return self._activated(both) * self._scaled.down
         if mlp.limit is not None:
-            return _limited_swiglu(both, mlp.limit)
+            return limited_swiglu(both, mlp.limit)
         return self._activated(both) if mlp.curve is None else self._activated(both, *mlp.curve.tolist())
 
 
@@ -619,6 +640,8 @@ class _Rows(NamedTuple):
         factors: of the queries; None: 1.
         inputs: see `Transformer._token_inputs`.
         streams: all residual streams, `(n, streams, hidden)`; None: there is one.
+        adapters: those of some rows; None: no row has one.
+        others: the rows whose queries are turned to the sink positions too, where there are any.
     """
 
     x: Float32
@@ -626,14 +649,18 @@ class _Rows(NamedTuple):
     factors: Float32 | None
     inputs: Float32 | None
     streams: Float32 | None
+    adapters: RowAdapters | None = None
+    others: Any = slice(None)
 
     def taken(self, rows: Any) -> _Rows:
-        """Some of the rows."""
+        """Some of the rows; without sink positions, where `others` names rows."""
+        stop = None if isinstance(self.others, slice) else 1
         turns = {
-            table: [tuple(part[rows] for part in each) for each in places] for table, places in self.turns.items()
+            key: [tuple(part[rows] for part in each) for each in places[:stop]] for key, places in self.turns.items()
         }
         others = (None if each is None else each[rows] for each in (self.factors, self.inputs, self.streams))
-        return _Rows(self.x[rows], turns, *others)
+        adapters = None if self.adapters is None else self.adapters.taken(rows)
+        return _Rows(self.x[rows], turns, *others)._replace(adapters=adapters)
 
 
 class _Scaled(NamedTuple):
@@ -659,32 +686,6 @@ def _scaled_of(config: ModelConfig) -> _Scaled | None:
         columns((1.0, found.key, 1.0), (config.num_heads * config.head_dim, pairs, pairs)),
         columns((found.gate, 1.0), (config.intermediate_size,) * 2), np.float32(found.down),
     )
-
-
-def _activation_of(config: ModelConfig) -> Callable[..., Float32]:
-    """The activation of the first half of the columns, times the second half; without a gate of all columns.
-
-    "xielu" takes the curve of an MLP too.
-    """
-    if config.activation == "clamped":
-        return partial(clamped_swiglu, alpha=config.clamped_alpha, limit=config.clamped_limit)
-    found: dict[str, Callable[..., Float32]] = {
-        "silu": swiglu, "gelu_tanh": geglu if config.mlp_gate else gelu, "relu2": _squared_relu, "xielu": xielu,
-    }
-    return found[config.activation]
-
-
-def _limited_swiglu(both: Float32, limit: Float32) -> Float32:
-    """`swiglu` with the silu of the gate at most `limit`, and up from `-limit` to it."""
-    gates, up = np.split(both, 2, axis=1)
-    limited: Float32 = np.minimum(gate(gates, gates, False), limit)
-    limited *= np.clip(up, -limit, limit)
-    return limited
-
-
-def _squared_relu(x: Float32) -> Float32:
-    positive = np.maximum(x, np.float32(0))
-    return positive * positive
 
 
 def _rows_together(n: int) -> int:

@@ -122,7 +122,7 @@ class Attend(Protocol):
             keys: `(n, num_kv_heads, head_dim)`, position embedding applied; None of a layer with a `kv_layer`.
             values: `(n, num_kv_heads, head_dim)`; None of such a layer, and where V is a part of K.
             sink_queries: the same queries with the position embedding of `sink_positions`, if `forward` got these;
-                shaped like `queries`.
+                shaped like `queries`, or, with `sink_rows`, `(len(sink_rows), num_heads, head_dim)`.
             index: of a layer with an indexer of its own; None of any other one.
 
         Returns:
@@ -166,7 +166,7 @@ Recur = Callable[[int, tuple[Float32, ...]], Float32]
 class Model(Protocol):
     """A network whose caller computes the attention.
 
-    Six optional attributes are read too:
+    Seven optional attributes are read too:
 
     - `attention`, one `LayerAttention` for each layer; None for one that does not attend, and never calls `attend`.
     - `recurrences`, for each layer its `Recurrence`, or None; empty if no layer has one. A layer may also have neither
@@ -184,6 +184,9 @@ class Model(Protocol):
       `BatchEngine` asks other networks for all rows.
     - `gives_hidden`: true if `forward` takes the keyword `head`. With False it returns the rows behind the last norm,
       `(rows, config.hidden_size)`, in place of logits: vectors of texts are made of these.
+    - `prepare_adapter`: a function of an `Adapter` that returns it as the network needs it, with `nbytes`; ValueError:
+      it does not fit. `forward` is called with the keyword `adapters` where rows have some, a list of `(first row, last
+      row + 1, what the function returned)`, ascending and apart. An engine over any other network takes no adapters.
     """
 
     @property
@@ -222,13 +225,18 @@ class StreamingModel(Protocol):
         logits: Logits,
         *,
         sink_positions: NDArray[np.int64] | None = None,
+        sink_rows: NDArray[np.int64] | None = None,
     ) -> Float32:
         """As `Model.forward`.
+
+        Texts without a length limit need no `sink_rows`; texts that see parts of cached texts (`SeenParts`) do.
 
         Args:
             sink_positions: `(n,)`, the position of each token relative to the sinks, the tokens before the evicted
                 ones. If given, every `attend` also gets the queries with the position embedding of these. `positions`
                 may then exceed `max_position_embeddings`; distances do not.
+            sink_rows: `(m,)`, the rows of the pass whose queries are turned so, in any order, perhaps several times;
+                `sink_positions` is `(m,)` then. None: all rows, once each.
         """
         ...
 

@@ -12,6 +12,7 @@ The library has its own reader: NumPy has no bfloat16, and a hostile header must
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,6 +65,7 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._file, size = open_file(self.path)
+        self._status = _status(os.fstat(self._file.fd))
         first = bytearray(min(size, 8))
         read_part(self._file.fd, [first], 0, f"{self.path}: header")
         length = int.from_bytes(first, "little")
@@ -85,6 +87,13 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+    def is_changed(self) -> bool:
+        """Whether the file was replaced or written since it was opened, as far as its times tell."""
+        try:
+            return _status(os.stat(self.path)) != self._status
+        except OSError:
+            return True
 
     def read(self, name: str) -> Float32:
         """A tensor of floats as a new float32 array.
@@ -121,6 +130,10 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
         if count:
             read_part(self._file.fd, [stored], start, f"{self.path}: {name}")
         return stored
+
+
+def _status(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _parse(header: bytearray, data_start: int, file_size: int, path: Path) -> dict[str, TensorInfo]:

@@ -42,6 +42,8 @@ from kvcache.trie.policy import Policy
 
 __all__ = ["PrefixCache"]
 
+OwnPart = tuple[npt.NDArray[np.uint32], int]  # a text, and how many of its tokens are before those that it alone has
+
 
 class PrefixCache(IndexedCache):
     """Blocks of K and V by the exact tokens that lead to them.
@@ -273,6 +275,32 @@ class PrefixCache(IndexedCache):
         count = as_integer(num_blocks, "num_blocks")
         with self._lock:
             return self._cached.free(count)
+
+    def demote(self, token_ids: Any, namespace: Hashable = None, after: int = 0) -> OwnPart | None:
+        """Let the blocks that a text alone has be evicted before all others, unless they are used again.
+
+        Those of other texts, and of its first `after` tokens, stay as they are. What alone continues the text, such as
+        an answer, counts as its own.
+
+        Returns:
+            The text to the end of these blocks, and how many of its tokens are before them; None: there are none.
+        """
+        ids, after = as_tokens(token_ids), as_count(after, "after", most=2**31)
+        with self._lock:
+            return self._index.demote(ids, namespace, after)
+
+    def discard(self, token_ids: Any, namespace: Hashable = None, after: int = 0) -> OwnPart | None:
+        """Forget the blocks that `demote` would be about, but for those that are held and those before; returns as it.
+
+        They go to no `source`.
+        """
+        ids, after = as_tokens(token_ids), as_count(after, "after", most=2**31)
+        with self._lock:
+            if (found := self._index.discard(ids, namespace, after)) is None:
+                return None
+            text, start, claim = found
+            claim.release()
+            return text, start
 
     def clear(self) -> None:
         """Forget every block; counters stay. What sessions hold stays readable until they are released."""

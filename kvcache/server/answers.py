@@ -12,13 +12,13 @@ from anyio.to_thread import run_sync
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from kvcache.errors import OutOfMemoryError
+from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.sampling.dialects.spoken_answer import SpokenAnswer
 from kvcache.server.asked import Asked
 from kvcache.server.body_parts import BodyParts
 from kvcache.server.forms import TIMED_OUT, Choice, Form, Whole, reason_of
 from kvcache.server.limits import Threads
-from kvcache.server.refusals import ending
+from kvcache.server.refusals import ending, no_adapter
 from kvcache.server.sent_events import SentEvents
 from kvcache.server.written import JsonObject, pieces
 from kvcache.serving import NewTokens
@@ -188,7 +188,11 @@ class HttpAnswer:
             request.raise_error()
         except OutOfMemoryError:
             if not all(work.error is None or _is_cut(work) for work in request.works):
-                raise self._form.too_large(request.works[0].num_prompt) from None
+                raise self._form.too_large(request.works[0].whole_prompt) from None
+        except InvalidOperationError:
+            if (name := self._asked.adapter) is None or not any(map(_is_unloaded, request.works)):
+                raise
+            raise no_adapter(name) from None
 
 
 class WholeAnswer:
@@ -230,6 +234,11 @@ class WholeAnswer:
 
 async def _next(made: Iterator[bytes], threads: Threads) -> bytes | None:
     return await run_sync(next, made, None, limiter=threads.answers)
+
+
+def _is_unloaded(work: Work) -> bool:
+    """Whether the adapter of a text was unloaded as it ran."""
+    return work.adapter is not None and not work.adapter.loaded.is_loaded
 
 
 def _is_cut(work: Work) -> bool:

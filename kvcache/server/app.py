@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from asyncio import CancelledError
 from collections import Counter
@@ -21,6 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvcache.server.adapter_routes import AdapterRoutes
 from kvcache.server.api_keys import Keys
 from kvcache.server.intake import Intake
 from kvcache.server.limits import BodyReader, Threads
@@ -48,7 +50,8 @@ _ELSEWHERE = (
 def make_app(
     models: Sequence[ServedModel | ModelSlot], keys: Mapping[str, str | None] | None = None, *, max_body: int = 4 << 20,
     max_bodies: int = 64 << 20, timeout: float = 600.0, log: Callable[[str], Any] | None = None,
-    telemetry: Telemetry | None = None, origins: Sequence[str] = (), **loading: Any,
+    telemetry: Telemetry | None = None, origins: Sequence[str] = (),
+    adapter_folder: str | os.PathLike[str] | None = None, **loading: Any,
 ) -> Starlette:
     """An application with OpenAI's interface; it starts the engines of its models, and closes them at its end.
 
@@ -62,6 +65,7 @@ def make_app(
         timeout: seconds from the arrival of a body to the last token of its answer.
         log: takes a line of JSON about each request when it has ended, without texts; None: there are none.
         telemetry: is told of each request; None: nobody is.
+        adapter_folder: clients may load and unload adapters that are in this folder; None: they may not.
         loading: how models are loaded and unloaded, see `ModelLoader`.
         origins: of pages that browsers may let ask, such as `https://example.com`; "*" for any, where there are keys.
 
@@ -92,6 +96,7 @@ def make_app(
     routes = [
         *(Route(path, intake.route(method), methods=["POST"]) for path, method in intake.routes.items()),
         *(Route(path, _elsewhere, methods=["POST"]) for path in _ELSEWHERE),
+        *AdapterRoutes(served, intake, adapter_folder).routes,
         *reports.routes,
     ]
     handlers: dict[Any, Any] = dict.fromkeys((*REFUSED, Exception), _refused)

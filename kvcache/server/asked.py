@@ -29,6 +29,8 @@ class Asked(NamedTuple):
     with_tokens: bool = False  # whether it has token ids, the prompt's too
     priority: int = 0
     warnings: tuple[str, ...] = ()  # about parts of the body that are not read
+    adapter: str | None = None  # the name of one of the model's
+    applied: tuple[dict[str, Any], ...] | None = None  # what edits of the conversation have cleared; None: no edits
     form: Grammar | None = None  # that the body asks for, before calls are added to it
 
     @property

@@ -1,38 +1,22 @@
 """A conversation in the words of the chat template, and places in that text.
 
-The ends of blocks are found by a second text: of the same messages, with sentinels at these ends. Without the sentinels
-it has to be the first text, for a template may trim, compare or count what is in messages. Where it is another text, or
-a sentinel is missing in it, a block ends where the text and that of the conversation up to the block differ.
+The ends of blocks are found by `located`. Where a template does not write a place, a block ends where the text and that
+of the conversation up to the block differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvcache.engine.partings import common, parting_ends
-from kvcache.sampling.sentinels import Sentinels
+from kvcache.engine.text_places import TextPlace, located
 from kvcache.server.conversations import Conversation, placed, text_of, with_users
 from kvcache.server.retention import CacheMark
 
 __all__ = ["ChatText"]
 
 _SYSTEM = ("system", "developer")
-
-
-class _Place(NamedTuple):
-    """A place beside a character of a message that is no white space, which templates do not trim.
-
-    Attributes:
-        message: its number; that behind the last one is the end of all.
-        character: the number of the character.
-        behind: whether the place is behind it.
-    """
-
-    message: int
-    character: int
-    behind: bool
 
 
 class ChatText:
@@ -107,7 +91,7 @@ class ChatText:
 
     # -- places ---------------------------------------------------------------------------------------------
 
-    def _place_of(self, mark: CacheMark) -> _Place | None:
+    def _place_of(self, mark: CacheMark) -> TextPlace | None:
         """Where a mark is; None: beside no character.
 
         The end of a message is the beginning of the next one, behind its calls, and behind tools.
@@ -116,44 +100,24 @@ class ChatText:
         text = _said(message)
         if characters is None or not text[characters:].strip():
             if number + 1 == len(self._messages):
-                return _Place(number + 1, 0, False)
+                return TextPlace(number + 1, 0, False)
             following = _said(self._messages[number + 1])
             if following.strip():
-                return _Place(number + 1, len(following) - len(following.lstrip()), False)
+                return TextPlace(number + 1, len(following) - len(following.lstrip()), False)
             if message.get("tool_calls") or message.get("role") in _SYSTEM:
                 return None
             characters = len(text)
         if before := len(text[:characters].rstrip()):
-            return _Place(number, before - 1, True)
-        return _Place(number, len(text) - len(text.lstrip()), False) if text.strip() else None
+            return TextPlace(number, before - 1, True)
+        return TextPlace(number, len(text) - len(text.lstrip()), False) if text.strip() else None
 
-    def _located(self, places: Sequence[_Place | None]) -> dict[int, int]:
+    def _located(self, places: Sequence[TextPlace | None]) -> dict[int, int]:
         """How many characters of the text are before each place, by its number; the last message, if it is continued,
         ends at the number behind those.
-
-        Places that the template does not write are left out, and all are where it writes another text for them.
         """
-        inner = [(place, i) for i, place in enumerate(places) if place and place.message < len(self._messages)]
-        if not inner and not self._asked.continues:
-            return {}
-        sentinels, last, messages = Sentinels(), len(places), [*self._messages]
-        if self._asked.continues:
-            messages[-1] = messages[-1] | {"content": messages[-1]["content"] + sentinels.name(last)}
-        for place, i in sorted(inner, reverse=True):  # the last one first, which moves no other one
-            messages[place.message] = _with(messages[place.message], place, sentinels.name(i))
-        try:
-            pieces = sentinels.pattern.split(self._written(messages))  # texts, and the numbers between them
-        except (TypeError, ValueError):
-            return {}
-        texts, numbers = pieces[::2], [int(number) for number in pieces[1::2]]
-        if "".join(texts) != self.text and last in numbers:  # the white space before a sentinel is not trimmed
-            said, before = self._messages[-1]["content"], len(numbers) - 1 - numbers[::-1].index(last)
-            texts[before] = texts[before].removesuffix(said[len(said.rstrip()) :])
-        if "".join(texts) != self.text:
-            return {}
-        ends = [*zip(numbers, accumulate(map(len, texts)), strict=False)]
-        found = dict(ends[::-1])  # the first place of each, where a template writes a text twice
-        return found | ({last: dict(ends)[last]} if last in found else {})
+        inner = {i: place for i, place in enumerate(places) if place and place.message < len(self._messages)}
+        last = len(places) if self._asked.continues else None
+        return located(self._written, self.text, self._messages, inner, last=last)
 
     def _end_of_last(self) -> int:
         """The end of the last message in the text, where the template writes it as it is."""
@@ -162,7 +126,7 @@ class ChatText:
             raise ValueError("messages: expected a chat template that writes the last message, got another")
         return self.text.rindex(said) + len(said)
 
-    def _end(self, mark: CacheMark, place: _Place | None, found: int | None) -> int:
+    def _end(self, mark: CacheMark, place: TextPlace | None, found: int | None) -> int:
         """The end of a block: where its place was found, or where the text and that of the block alone differ.
 
         It is the end of all where that is its place, and where the template does not take the block alone.
@@ -187,20 +151,3 @@ def _role(message: Any) -> Any:
 def _said(message: dict[str, Any]) -> str:
     """The text of a message; empty where it is none."""
     return text_of(message) if isinstance(message.get("content"), (str, list)) else ""
-
-
-def _with(message: dict[str, Any], place: _Place, sentinel: str) -> dict[str, Any]:
-    """A message with a sentinel at a place of it."""
-    content, start = message["content"], 0
-    if isinstance(content, str):
-        at = place.character + place.behind
-        return message | {"content": content[:at] + sentinel + content[at:]}
-    parts = []
-    for part in content:
-        text = part["text"]
-        if start <= place.character < start + len(text):
-            at = place.character - start + place.behind
-            part = part | {"text": text[:at] + sentinel + text[at:]}
-        start += len(text)
-        parts.append(part)
-    return message | {"content": parts}

@@ -78,7 +78,7 @@ def _conversation(given: dict[str, Any], contents: Contents) -> Conversation:
     found = conversation_of(contents, messages, given.get("tools", []), template, choice, parallel, begins, continues)
     if continues and not _is_begun(found.messages):
         raise ValueError("continue_final_message: expected a text of the assistant as the last message, got none")
-    return found
+    return found._replace(edits=given.get("context_management"))
 
 
 def _is_begun(messages: Any) -> bool:

@@ -93,7 +93,7 @@ class CompletionForm(Form):
             beside = {} if place else details
             found = self._sample(number, role | delta, beside, _with_calls(choice, end))
             found |= {} if end is None else stop_reason(choice.work)
-            common = self._common | self.warnings if first and not place else self._common
+            common = self._common | self.applied | self.warnings if first and not place else self._common
             if first and not place and self._asked.with_tokens:
                 common, found = self._with_prompt(common, found, choice)
             if "logprobs" in beside:
@@ -175,7 +175,7 @@ class CompletionForm(Form):
     def whole(self, requests: Sequence[EngineRequest], choices: Sequence[Whole]) -> JsonObject:
         counts = counts_of(self._engine, requests, [each.choice for each in choices])
         made = (self._choice(each, requests[each.choice.number // self._asked.n]) for each in choices)
-        whole = JsonObject(**self._head, choices=made, usage=_usage(counts), **self.warnings)
+        whole = JsonObject(**self._head, choices=made, usage=_usage(counts), **self.applied, **self.warnings)
         if self._chat and self._asked.with_tokens:
             whole["prompt_token_ids"] = self._prompt(choices[0].choice)
         return whole

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 from kvcache.engine.chat import template_arguments
+from kvcache.engine.edits import Edits, as_edits
 from kvcache.server.contents import Contents
 from kvcache.server.refusals import BodyError
 from kvcache.support.arguments import as_instance, short
 
 __all__ = [
-    "MAX_MESSAGES", "Conversation", "ToolChoice", "conversation_of", "effort", "function_name", "placed", "reasoning",
-    "template_kwargs", "text_of", "thinking", "tool_choice_of", "tools_of", "verbosity", "with_users",
+    "MAX_MESSAGES", "Conversation", "ToolChoice", "conversation_of", "edits_of", "effort", "function_name", "placed",
+    "reasoning", "template_kwargs", "text_of", "thinking", "tool_choice_of", "tools_of", "verbosity", "with_users",
 ]
 
 MAX_MESSAGES = 4096  # templates have a loop over them
@@ -47,6 +48,7 @@ class Conversation(NamedTuple):
         customs: by the name of each tool that takes a text, "lark" or "regex" and the grammar of that; "" is none.
         begins: whether the beginning of an answer follows the messages.
         continues: whether the answer goes on with the text of the last message.
+        edits: what leaves the messages first; None: the body asks for none.
     """
 
     messages: list[Any]
@@ -57,6 +59,7 @@ class Conversation(NamedTuple):
     customs: dict[str, tuple[str, str]] = {}  # noqa: RUF012  # nobody changes it
     begins: bool = True
     continues: bool = False
+    edits: Edits | None = None
 
 
 def conversation_of(
@@ -264,6 +267,14 @@ def tool_choice_of(
     else:
         raise ValueError(f"{name}: expected none, auto, required, a function or allowed_tools, got {short(choice)}")
     return found
+
+
+def edits_of(value: Any, name: str) -> Edits:
+    """The edits of an object with a list of them, `context_management`."""
+    given = as_instance(value, dict, name)
+    if unknown := [short(key)[1:-1] for key in given if key != "edits"]:
+        raise ValueError(f"{name}: expected edits alone, got {unknown[0]}")
+    return as_edits(given.get("edits") or [], f"{name}.edits") or Edits()
 
 
 # -- variables of templates ---------------------------------------------------------------------------------------

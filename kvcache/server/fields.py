@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from kvcache.engine import SamplingParams
 from kvcache.server.constraints import response_format
 from kvcache.server.conversations import (
+    edits_of,
     effort,
     reasoning,
     template_kwargs,
@@ -184,6 +185,7 @@ CHATS = _BOTH | {
     "response_format": Field(response_format), "chat_template_kwargs": Field(template_kwargs),
     "reasoning_effort": Field(effort), "verbosity": Field(verbosity), "add_generation_prompt": FLAG,
     "continue_final_message": FLAG, "reasoning": Field(reasoning), "thinking": Field(thinking),
+    "context_management": Field(edits_of),
 }
 TOKENIZE = {
     **{name: CHATS[name] for name in ("model", "messages", "tools", "chat_template_kwargs", "reasoning_effort")},

@@ -89,6 +89,12 @@ class Form(ABC):
         """The field of an answer that says what of the body was not read; empty: all was."""
         return {"warnings": [*self._asked.warnings]} if self._asked.warnings else {}
 
+    @property
+    def applied(self) -> dict[str, Any]:
+        """The field of an answer that says what edits of the conversation have cleared; empty: none was asked for."""
+        found = self._asked.applied
+        return {} if found is None else {"context_management": {"applied_edits": [*found]}}
+
     @abstractmethod
     def events(
         self, choice: Choice, pieces: Sequence[ChannelPiece], details: Mapping[str, Any], reason: str | None
@@ -186,15 +192,17 @@ def stop_reason(work: Work) -> dict[str, Any]:
 
 def written_tokens(engine: BatchEngine, work: Work) -> int:
     """The tokens of a prompt that later requests can share and that ran: those of its full blocks."""
-    block = engine.shared_block_size
-    return max(0, work.num_prompt // block * block - work.cached_tokens) if block else 0
+    if not (block := engine.shared_block_size):
+        return 0
+    before = work.base - (work.reused_tokens - work.cached_tokens)  # of the texts that it sees parts of
+    return before + max(0, work.num_prompt // block * block - work.cached_tokens)
 
 
 def counts_of(engine: BatchEngine, requests: Sequence[EngineRequest], choices: Sequence[Choice]) -> Counts:
     """The numbers of tokens of an answer; a prompt of several samples counts once."""
     firsts: list[Work] = [request.works[0] for request in requests]
     return Counts(
-        sum(work.num_prompt for work in firsts), sum(work.cached_tokens for work in firsts),
+        sum(work.whole_prompt for work in firsts), sum(work.reused_tokens for work in firsts),
         sum(written_tokens(engine, work) for work in firsts),
         sum(work.num_tokens - work.num_prompt for request in requests for work in request.works),
         sum(choice.spoken.reasoning_tokens for choice in choices),

@@ -92,14 +92,21 @@ class Intake:
             "/v1/completions/render": partial(ServedModel.render, chat=False), "/v1/messages": ServedModel.message,
             "/v1/responses": ServedModel.respond, "/v1/messages/count_tokens": ServedModel.count,
             "/tokenize": ServedModel.tokenize, "/detokenize": ServedModel.detokenize,
-            "/v1/embeddings": ServedModel.embed, "/v1/rerank": ServedModel.rerank,
+            "/v1/cache/hints": ServedModel.hint, "/v1/embeddings": ServedModel.embed, "/v1/rerank": ServedModel.rerank,
         }
 
-    def route(self, method: Method) -> Callable[[Request], Any]:
-        """The endpoint that reads a body and answers by a method of the model that it names."""
+    def route(
+        self, method: Method, expect: Callable[[str | None], object] = lambda space: None
+    ) -> Callable[[Request], Any]:
+        """The endpoint that reads a body and answers by a method of the model that it names.
+
+        Args:
+            expect: raises where a namespace may not ask.
+        """
 
         async def endpoint(request: Request) -> ASGIApp:
             space, use = self.namespace(request), ModelUse()
+            expect(space)
             try:
                 return use.until_answered(await self._answer(request, method, space, use))
             except BaseException:
@@ -107,6 +114,11 @@ class Intake:
                 raise
 
         return endpoint
+
+    async def body(self, request: Request) -> dict[str, Any]:
+        """The object of a body that needs no model."""
+        async with self._bodies.body(request, min(_ARRIVING, self._timeout)) as data:
+            return await run_sync(json_of, data, limiter=self._threads.for_body(len(data)))
 
     async def _answer(self, request: Request, method: Method, space: str | None, use: ModelUse) -> ASGIApp:
         """The answer to a body; its model and its grammar may be waited for."""

@@ -14,7 +14,15 @@ from kvcache.grammar import Grammar
 from kvcache.server.asked import Asked
 from kvcache.server.constraints import form_of
 from kvcache.server.contents import Contents, left_out
-from kvcache.server.conversations import MAX_MESSAGES, ToolChoice, conversation_of, effort, function_name, thinking
+from kvcache.server.conversations import (
+    MAX_MESSAGES,
+    ToolChoice,
+    conversation_of,
+    edits_of,
+    effort,
+    function_name,
+    thinking,
+)
 from kvcache.server.fields import COUNT, FLAG, IGNORED, PLAIN, STOPS, TEXT, Field
 from kvcache.server.fingerprints import without_billing
 from kvcache.server.retention import MOST_MARKS, CacheMark, marked_ttl
@@ -44,6 +52,7 @@ def asked_of_message(given: dict[str, Any], defaults: SamplingParams) -> Asked:
     last = messages[-1] if messages else {}
     continues = last.get("role") == "assistant" and bool(last["content"]) and not last.get("tool_calls")
     conversation = conversation_of(contents, messages, tools, template, choice, parallel, not continues, continues)
+    conversation = conversation._replace(edits=given.get("context_management"))
     sampling = {_SAMPLING[name]: value for name, value in given.items() if name in _SAMPLING}
     params = replace(defaults, **sampling, grammar=_format(config.get("format")))
     return Asked(
@@ -221,14 +230,8 @@ def _format(form: Any) -> Grammar | None:
 MESSAGES = {
     **dict.fromkeys(("messages", "system", "tools", "tool_choice", "thinking", "output_config"), PLAIN),
     **dict.fromkeys(("cache_control", "diagnostics", "temperature", "top_p", "top_k"), PLAIN),
-    "model": TEXT, "max_tokens": COUNT, "stop_sequences": STOPS, "stream": FLAG,
-    **dict.fromkeys(
-        (
-            "betas", "context_management", "inference_geo", "metadata", "service_tier",
-            "speed",
-        ),
-        IGNORED,
-    ),
+    "model": TEXT, "max_tokens": COUNT, "stop_sequences": STOPS, "stream": FLAG, "context_management": Field(edits_of),
+    **dict.fromkeys(("betas", "inference_geo", "metadata", "service_tier", "speed"), IGNORED),
     "container": Field(neutral=()), "mcp_servers": Field(neutral=([],)),
 }
 COUNTED = MESSAGES | {"max_tokens": IGNORED}

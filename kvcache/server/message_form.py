@@ -77,7 +77,7 @@ class MessageForm(Form):
         if reason is not None:
             yield from self._end_block()
             delta, usage = self._end(choice, reason), self._usage(choice)
-            yield self._event("message_delta", delta=delta, usage=usage, **self._warned())
+            yield self._event("message_delta", delta=delta, usage=usage, **self.applied, **self._warned())
 
     def _piece(self, piece: ChannelPiece) -> Iterator[str]:
         channel = "arguments" if piece.channel == "call" else piece.channel
@@ -154,7 +154,7 @@ class MessageForm(Form):
                 content.append({"type": "text", "text": piece.text})
             last = piece.channel
         end = self._end(choice, reason or "stop")
-        more = {**self._diagnosis(choice), **self._warned()}
+        more = {**self._diagnosis(choice), **self.applied, **self._warned()}
         return JsonObject(**self._head, content=content, **end, usage=self._usage(choice), **more)
 
     # -- both -----------------------------------------------------------------------------------------------
@@ -174,15 +174,15 @@ class MessageForm(Form):
         if self._comparison is None:
             return {}
         block = self._engine.shared_block_size
-        return {"diagnostics": self._comparison.reason(choice.work.cached_tokens, block) if block else None}
+        return {"diagnostics": self._comparison.reason(choice.work.reused_tokens, block) if block else None}
 
     def _usage(self, choice: Choice) -> dict[str, Any]:
         """The numbers of tokens; those of the prompt that were cached, and those that are now, count apart."""
         work = choice.work
         written = written_tokens(self._engine, work)
         return {
-            "input_tokens": work.num_prompt - work.cached_tokens - written,
-            "cache_read_input_tokens": work.cached_tokens, "cache_creation_input_tokens": written,
+            "input_tokens": work.whole_prompt - work.reused_tokens - written,
+            "cache_read_input_tokens": work.reused_tokens, "cache_creation_input_tokens": written,
             "output_tokens": work.num_new,
         }
 

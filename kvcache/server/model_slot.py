@@ -14,6 +14,7 @@ from kvcache.errors import GrammarError
 from kvcache.grammar import json_object
 from kvcache.server.constraints import knows_grammars
 from kvcache.server.forms import now
+from kvcache.server.served_adapters import ServedAdapters
 from kvcache.server.served_model import ServedModel
 
 __all__ = ["ModelSlot", "ModelUse"]
@@ -28,9 +29,10 @@ class ModelSlot:
         needs: bytes of memory that it takes, about, until it was loaded once.
         is_pinned: whether it is never unloaded.
         model: loaded already.
+        adapters: of the model; None: those of `model`, or none.
 
     Attributes:
-        names, needs, is_pinned: see above.
+        names, needs, is_pinned, adapters: see above.
         created: when this was made, in seconds since 1970.
         model: None while it is not loaded.
         is_leaving: whether it is to be unloaded: it takes no further requests.
@@ -48,8 +50,10 @@ class ModelSlot:
         needs: int = 0,
         is_pinned: bool = False,
         model: ServedModel | None = None,
+        adapters: ServedAdapters | None = None,
     ) -> None:
         self.names, self.needs, self.is_pinned, self.created = names, needs, is_pinned, now()
+        self.adapters = adapters or (ServedAdapters() if model is None else model.adapters)
         self.model, self._make, self._stack, self._lock = model, make, ExitStack(), Lock()
         self._unloading, self._is_closed = Lock(), False
         if model is not None:

@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.engine.edit_masks import EditMasks, seen_by
+from kvcache.engine.edits import Edited, edited
 from kvcache.engine.partings import places_of
+from kvcache.engine.prompt_measure import PromptMeasure
 from kvcache.networks.tokens import as_tokens
 from kvcache.sampling.plain_text import PlainText
 from kvcache.sampling.text_tokens import TooManyTokens, encoded, encoded_with_ends, least_tokens
@@ -17,6 +20,7 @@ from kvcache.server.asked import Asked
 from kvcache.server.chat_text import ChatText
 from kvcache.server.conversations import Conversation
 from kvcache.serving import BatchEngine
+from kvcache.texts.seen_parts import SeenParts
 
 __all__ = ["Prompt", "Prompts"]
 
@@ -30,11 +34,29 @@ class Prompt(NamedTuple):
         tokens: its ids.
         parts: after how many of them the next requests are expected to differ, see `BatchEngine.submit`.
         kept: how many of the first ones stay cached, and for how many seconds each; None: nothing is said.
+        applied: what each edit of its conversation has cleared; None: the body asks for no edits.
+        original: how many tokens it had before the edits.
+        behind: what its last tokens see of those before them, after edits by masks; None: it runs as one text.
+        masked: how many tokens these do not see.
     """
 
     tokens: npt.NDArray[np.uint32]
     parts: tuple[int, ...] = ()
     kept: list[tuple[int, float]] | None = None
+    applied: tuple[dict[str, Any], ...] | None = None
+    original: int = 0
+    behind: SeenParts | None = None
+    masked: int = 0
+
+    @property
+    def own(self) -> npt.NDArray[np.uint32]:
+        """The tokens that run behind `behind`."""
+        return self.tokens if self.behind is None else self.tokens[self.behind.num_tokens :]
+
+    def behind_masks(self) -> Prompt:
+        """The prompt with the times of its own tokens alone: those before them are of other texts."""
+        base = 0 if self.behind is None else self.behind.num_tokens
+        return self._replace(kept=[(end - base, time) for end, time in self.kept or () if end > base] or None)
 
     @property
     def tail(self) -> list[int]:
@@ -49,13 +71,14 @@ class Prompts:
     Args:
         engine: has a tokenizer.
         plain: whether special tokens in the texts of users are text.
+        masks: whether edits that say nothing of it are by masks.
 
     Attributes:
         plain: encodes such texts; None: special tokens are special.
     """
 
-    def __init__(self, engine: BatchEngine, plain: bool) -> None:
-        self._engine = engine
+    def __init__(self, engine: BatchEngine, plain: bool, masks: bool = False) -> None:
+        self._engine, self._masks = engine, masks
         self.plain = PlainText(engine.tokenizer) if plain else None
         self._tokenizer = engine.tokenizer if self.plain is None else self.plain.tokenizer
         self._knows_developer = "developer" in (engine.chat_template or "")
@@ -90,17 +113,51 @@ class Prompts:
 
     def _of_conversation(self, asked: Asked, talk: Conversation, runs: bool) -> Prompt:
         """A conversation in the words of the template. Places in its text become numbers of tokens with the ids."""
+        change = None if talk.edits is None else self._edited(talk)
+        if change is not None:
+            talk = talk._replace(messages=change.messages)
         marks = asked.marks if runs and self._keeps(asked) else ()
         text = ChatText(talk, self._writer(talk), self._knows_developer, marks)
-        places = text.ends + (text.partings() if runs and self._engine.keeps_states else [])
+        masks = None if change is None or not change.masked else EditMasks(talk.messages, change.masked, asked.field)
+        ends = [] if masks is None else masks.located(self._rewriter(talk), text.text)
+        places = ends + text.ends + (text.partings() if runs and self._engine.keeps_states else [])
         most, counts = self._engine.max_positions, list[int]()
         if places:
             ids, counts = encoded_with_ends(self._tokenizer, text.text, asked.field, places, most=most)
         else:
             ids = encoded(self._tokenizer, text.text, asked.field, most=most, add_special_tokens=False)
         tokens = self.checked(ids, asked.field)
+        of_masks, counts = counts[: len(ends)], counts[len(ends) :]
         parts = places_of(counts[len(marks) :])
-        return Prompt(tokens, parts, self._kept(asked, tokens, counts[: len(marks)]) if runs else None)
+        found = Prompt(tokens, parts, self._kept(asked, tokens, counts[: len(marks)]) if runs else None)
+        if change is None:
+            return found
+        if masks is not None:
+            chain = masks.chain(of_masks, len(tokens))
+            masked = sum(stop - start for _, spans in chain for start, stop in spans)
+            change = change.with_masked(len(tokens), masked)
+            found = found._replace(behind=seen_by(tokens, chain), masked=masked).behind_masks()
+        return found._replace(applied=change.applied, original=change.original_tokens or len(tokens))
+
+    def _edited(self, talk: Conversation) -> Edited | None:
+        """The conversation after its edits; None: its messages are none, as the template will say."""
+        if talk.edits is None or not isinstance(talk.messages, list):
+            return None
+        if not all(isinstance(each, dict) for each in talk.messages):
+            return None
+        edits = talk.edits.by_masks() if self._masks else talk.edits
+        if edits.uses is not None and edits.uses.mask:
+            self._engine.expect_masks()
+        return edited(talk.messages, edits, PromptMeasure(self._rewriter(talk), self._tokenizer))
+
+    def _rewriter(self, talk: Conversation) -> Callable[[Any], str]:
+        """The function that writes a conversation with other messages."""
+
+        def write(messages: Any) -> str:
+            asked = talk._replace(messages=messages)
+            return ChatText(asked, self._writer(asked), self._knows_developer).text
+
+        return write
 
     def _writer(self, talk: Conversation) -> Callable[[Any, bool], str]:
         """The function that writes messages for the tokenizer, with the beginning of an answer or without."""

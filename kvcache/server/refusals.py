@@ -13,8 +13,9 @@ from starlette.responses import Response
 from kvcache.errors import CheckpointError, GrammarError, InvalidOperationError, OutOfMemoryError, QueueFullError
 from kvcache.sampling.text_tokens import TooManyTokens
 from kvcache.server.request_log import request_id
+from kvcache.support.arguments import short
 
-__all__ = ["REFUSED", "BodyError", "ending", "message_refusal", "refusal", "too_large", "too_many"]
+__all__ = ["REFUSED", "BodyError", "ending", "message_refusal", "no_adapter", "refusal", "too_large", "too_many"]
 
 logger = logging.getLogger("kvcache")
 
@@ -58,6 +59,11 @@ def too_large(field: str, got: str, most: int | None = None) -> BodyError:
     limit = "" if most is None else f": this model's maximum context length is {most} tokens on this server"
     more = "--context, --num-blocks or --max-memory of the server gives more"
     return BodyError(f"{field}: expected {expected}, got {got}{limit}; {more}", CONTEXT)
+
+
+def no_adapter(name: str) -> HTTPException:
+    """A request names an adapter, or runs with one, that was unloaded."""
+    return HTTPException(404, f"model: expected an adapter that is loaded, got {short(name)}, which was unloaded")
 
 
 def ending() -> HTTPException:

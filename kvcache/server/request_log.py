@@ -119,6 +119,8 @@ def _entry(scope: Scope, own: str, status: int, seconds: float) -> dict[str, Any
         found["left"] = True
     if (space := state.get("namespace")) is not None:
         found["namespace"] = sha256(str(space).encode()).hexdigest()[:12]
+    if (adapter := getattr(state.get("asked"), "adapter", None)) is not None:
+        found["adapter"] = adapter
     if not (requests := state.get("requests")):
         return found
     metrics = [request.metrics for request in requests]

@@ -19,6 +19,7 @@ from kvcache.sampling.text_tokens import TooManyTokens
 from kvcache.sampling.tokenizer_errors import decoded
 from kvcache.server.answers import HttpAnswer
 from kvcache.server.asked import Asked
+from kvcache.server.cache_hints import cache_hints_of, hinted
 from kvcache.server.completion_bodies import asked_of_completion, check_scores
 from kvcache.server.completion_form import CompletionForm
 from kvcache.server.constraints import grammar_refused
@@ -31,9 +32,10 @@ from kvcache.server.logprobs import TokenTexts
 from kvcache.server.message_bodies import COUNTED, MESSAGES, asked_of_message
 from kvcache.server.message_form import MessageForm
 from kvcache.server.prompts import Prompt, Prompts
-from kvcache.server.refusals import too_large, too_many
+from kvcache.server.refusals import BodyError, no_adapter, too_large, too_many
 from kvcache.server.response_bodies import RESPONSES, asked_of_response
 from kvcache.server.response_form import ResponseForm
+from kvcache.server.served_adapters import ServedAdapters
 from kvcache.server.vector_bodies import (
     EMBEDDINGS,
     RERANK,
@@ -78,13 +80,18 @@ class ServedModel:
         pooling: how its vectors are made, "last" or "mean", where its checkpoint does not say it.
         reranker: whether it judges documents, where neither its checkpoint nor its name says so.
         max_vectors: the most bytes of the vectors of a body.
+        adapters: those that it gets; None: none.
+        edit_masks: whether `context_management` clears results of tools by masks where a body says nothing of it.
 
     Raises:
-        TypeError, ValueError: no such pooling, or another one than the checkpoint's; no number of bytes.
+        TypeError, ValueError: no such pooling, or another one than the checkpoint's; no number of bytes; a network
+            without masks.
+        FileNotFoundError, CheckpointError: an adapter that cannot be read.
 
     Attributes:
         engine: see above.
         names: all of them; that of the model first.
+        adapters: by the names that requests give as their model.
         trials: of new grammars.
         tasks: what it is for: "generate", "embed", "rerank".
     """
@@ -92,11 +99,15 @@ class ServedModel:
     def __init__(
         self, engine: BatchEngine, name: str, *, aliases: Sequence[str] = (), plain_special_tokens: bool = False,
         tool_parser: str | None = None, pooling: str | None = None, reranker: bool = False,
-        max_vectors: int = MAX_VECTORS,
+        max_vectors: int = MAX_VECTORS, adapters: ServedAdapters | None = None, edit_masks: bool = False,
     ) -> None:
         self.engine, self.names = engine, tuple(dict.fromkeys((name, *aliases)))
+        self.adapters = ServedAdapters() if adapters is None else adapters
+        self.adapters.attach(engine)
         self.trials = Trials()
-        self._prompts = Prompts(engine, plain_special_tokens)
+        if as_instance(edit_masks, bool, "edit_masks"):
+            engine.expect_masks()
+        self._prompts = Prompts(engine, plain_special_tokens, edit_masks)
         self._voices = Voices(engine.tokenizer, engine.chat_template, tool_parser)
         self._texts, self._fingerprints = TokenTexts(engine.tokenizer), Fingerprints()
         self._declared = pooling, as_instance(reranker, bool, "reranker")
@@ -119,7 +130,9 @@ class ServedModel:
     def complete(self, found: dict[str, Any], space: Hashable, *, chat: bool) -> Prepared:
         """Answer a chat completion, or a completion."""
         asked = self._completion(found, chat)
-        return self._prepared(asked, self._prompts.of(asked), CompletionForm(asked, self.engine, self._texts), space)
+        prompts = self._prompts.of(asked)
+        asked = asked._replace(applied=prompts[0].applied)
+        return self._prepared(asked, prompts, CompletionForm(asked, self.engine, self._texts), space)
 
     def message(self, found: dict[str, Any], space: Hashable) -> Prepared:
         """Answer a body of `/v1/messages`."""
@@ -127,6 +140,7 @@ class ServedModel:
         asked = asked_of_message(given, self.engine.sampling_params)
         prompts = self._prompts.of(asked)
         comparison = self._fingerprints.note(given, space, answer, len(prompts[0].tokens))
+        asked = asked._replace(applied=prompts[0].applied)
         return self._prepared(asked, prompts, MessageForm(asked, self.engine, answer, comparison), space)
 
     def respond(self, found: dict[str, Any], space: Hashable) -> Prepared:
@@ -137,13 +151,19 @@ class ServedModel:
 
     def embed(self, found: dict[str, Any], space: Hashable) -> VectorBody:
         """Answer a body of `/v1/embeddings`."""
-        given = checked(found, EMBEDDINGS, ("model", "input"))
+        given = self._without_adapter(checked(found, EMBEDDINGS, ("model", "input")))
         return asked_of_embeddings(given, self._vectors(), self.names[0], space, self._max_vectors)
 
     def rerank(self, found: dict[str, Any], space: Hashable) -> VectorBody:
         """Answer a body of `/v1/rerank`."""
-        given = checked(found, RERANK, ("model", "query", "documents"))
+        given = self._without_adapter(checked(found, RERANK, ("model", "query", "documents")))
         return asked_of_rerank(given, self._vectors(), self.names[0], space)
+
+    def _without_adapter(self, given: dict[str, Any]) -> dict[str, Any]:
+        if given["model"] not in self.names:
+            message = f"model: expected {' or '.join(self.names)}, since vectors have no adapters, got {given['model']}"
+            raise BodyError(message, "unsupported_model")
+        return given
 
     def _vectors(self) -> Vectors:
         vectors = self.engine.vectors()
@@ -155,11 +175,13 @@ class ServedModel:
         return asked_of_completion(found, chat, self.engine.sampling_params, self.engine.max_positions)
 
     def _prepared(self, asked: Asked, prompts: list[Prompt], form: Form, space: Hashable) -> Prepared:
+        if asked.model not in self.names:
+            asked = asked._replace(adapter=asked.model)
         if (talk := asked.conversation) is not None:
             wanted = asked.params.grammar
             if (grammar := self._grammar(talk, prompts[0], wanted)) is not None:
                 asked = asked._replace(params=replace(asked.params, grammar=grammar), form=wanted)
-        return Prepared(asked, prompts, form, space if asked.salt is None else (space, asked.salt))
+        return Prepared(asked, prompts, form, _space(asked, space))
 
     def _grammar(self, talk: Conversation, prompt: Prompt, form: Grammar | None) -> Grammar | None:
         """The grammar of the answer to a conversation: calls, or the form that is asked for, or one of both."""
@@ -212,22 +234,33 @@ class ServedModel:
         try:
             if (scores := asked.scores) is not None:
                 check_scores(sum(len(each.tokens) for each in prompts), scores)
+            if asked.adapter is not None:
+                self._expect_adapter(asked.adapter)
             for number, prompt in enumerate(prompts):
                 later = asked.priority + number * asked.n  # a body of many texts waits rather than one of a single text
                 watch = None if asked.conversation is None else readers[number]
                 answer.requests.append(engine.submit(
-                    prompt.tokens, asked.params, namespace=space, deadline=timeout, n=asked.n, priority=later,
-                    keep=prompt.kept, parts_at=prompt.parts, prompt_logprobs=scores, watch=watch,
+                    prompt.own, asked.params, namespace=space, deadline=timeout, n=asked.n, priority=later,
+                    keep=prompt.kept, parts_at=prompt.parts, prefix=prompt.behind, prompt_logprobs=scores, watch=watch,
+                    adapter=asked.adapter,
                 ))
         except BaseException as error:
             answer.cancel()
+            if asked.adapter is not None:
+                self._expect_adapter(asked.adapter)  # it may have been unloaded just now
             count = asked.n * len(prompts)
             if isinstance(error, QueueFullError) and count > error.max_queue:  # there is never room for all of it
                 raise too_many(asked.field, error.max_queue, count) from None
             if isinstance(error, OutOfMemoryError) and prompt is not None:
                 raise self._too_large(asked.field, f"{len(prompt.tokens)} tokens") from None
             raise
+        if asked.adapter is not None:
+            self.adapters.count(asked.adapter)
         return answer
+
+    def _expect_adapter(self, name: str) -> None:
+        if name not in self.engine.adapters:
+            raise no_adapter(name)
 
     def too_many_tokens(self, error: TooManyTokens) -> ValueError:
         """The error of a text with more tokens than the network has positions: of the memory where that has fewer."""
@@ -238,12 +271,31 @@ class ServedModel:
     def _too_large(self, field: str, got: str) -> ValueError:
         return too_large(field, got, self.engine.max_prompt)
 
+    # -- hints ----------------------------------------------------------------------------------------------
+
+    def hint(self, found: dict[str, Any], space: Hashable) -> ASGIApp:
+        """Take a body of `/v1/cache/hints`: its texts are made as those of requests, and nothing runs."""
+        given = cache_hints_of(found)
+        asked = [self._named_by(given.endpoint, body) for body in given.bodies]
+        texts = [[prompt.tokens for prompt in self._prompts.of(each, runs=False)] for each in asked]
+        return JSONResponse(hinted(self.engine, self.names[0], given, texts, _space(asked[0], space)))
+
+    def _named_by(self, endpoint: str, body: dict[str, Any]) -> Asked:
+        """Read the body of a request for the text that it names."""
+        if endpoint == "/v1/messages":
+            return asked_of_message(checked(body, COUNTED, ("model", "messages")), self.engine.sampling_params)
+        if endpoint == "/v1/responses":
+            return asked_of_response(checked(body, RESPONSES, ("model", "input")), self.engine.sampling_params)
+        return self._completion(body, endpoint == "/v1/chat/completions")
+
     # -- tokens alone ---------------------------------------------------------------------------------------
 
     def count(self, found: dict[str, Any], space: Hashable) -> ASGIApp:
         """The number of tokens of a body of `/v1/messages`."""
         asked = asked_of_message(checked(found, COUNTED, ("model", "messages")), self.engine.sampling_params)
-        return JSONResponse({"input_tokens": len(self._prompts.of(asked, runs=False)[0].tokens)})
+        prompt = self._prompts.of(asked, runs=False)[0]
+        managed = {} if prompt.applied is None else {"context_management": {"original_input_tokens": prompt.original}}
+        return JSONResponse({"input_tokens": len(prompt.tokens) - prompt.masked, **managed})
 
     def render(self, found: dict[str, Any], space: Hashable, *, chat: bool) -> ASGIApp:
         """The token ids of the prompts of a body, as routers ask for them."""
@@ -274,3 +326,7 @@ class ServedModel:
         tokens = self._prompts.checked(given["tokens"], "tokens").tolist()
         return JSONResponse({"prompt": decoded(self.engine.tokenizer, tokens, skip_special_tokens=False)})
 
+
+def _space(asked: Asked, space: Hashable) -> Hashable:
+    """The namespace of the texts of a body, of a key with this one."""
+    return space if asked.salt is None else (space, asked.salt)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -60,7 +61,7 @@ class ServerReports:
         """The models, under each of their names."""
         self._intake.namespace(request)
         names = self._models.names
-        found = [_entry(name, self._models.named(name)) for name in names]
+        found = [_entry(name, owner) for name in names if (owner := self._models.owner(name)) is not None]
         ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}  # as Anthropic's client reads lists
         return JSONResponse({"object": "list", "data": found, **ends})
 
@@ -109,8 +110,10 @@ class ServerReports:
             for model in models
         }
         loads = {slot.names[0]: slot.loads for slot in self._models.all}
+        adapters = {name: count for slot in self._models.all for name, count in slot.adapters.requests.items()}
         return expositions(
-            found, http_responses=("status", self.statuses), model_loads=("model", loads)
+            found, http_responses=("status", self.statuses), model_loads=("model", loads),
+            adapter_requests=("adapter", adapters),
         ) + process_metrics()
 
     def _namespaces(self, found: dict[Hashable, Any], own: str | None) -> dict[Hashable, Any]:
@@ -125,11 +128,17 @@ class ServerReports:
 
 
 def _entry(name: str, slot: ModelSlot) -> dict[str, Any]:
-    """A model as OpenAI's interface tells it, Anthropic's, and vLLM's, whose clients look for `max_model_len`."""
+    """A model as OpenAI's interface tells it, Anthropic's, and vLLM's, whose clients look for `max_model_len`.
+
+    An adapter has the name of its network as `parent`, and that of its folder as `root`: no path is told.
+    """
+    base, path = slot.names[0], slot.adapters.get(name)
+    created = slot.created if path is None else slot.adapters.created.get(name, slot.created)
+    own = {"root": base, "parent": None} if path is None else {"root": Path(path).name, "parent": base}
     most = None if (model := slot.model) is None else model.engine.max_prompt
     return {
-        "id": name, "object": "model", "created": slot.created, "owned_by": "kvcache", "max_model_len": most,
-        "type": "model", "display_name": name, "created_at": date_of(slot.created), "max_input_tokens": most,
-        "loaded": model is not None,
-        "tasks": None if model is None else model.tasks,
+        "id": name, "object": "model", "created": created, "owned_by": "kvcache", "max_model_len": most,
+        "type": "model", "display_name": name, "created_at": date_of(created), "max_input_tokens": most,
+        "loaded": model is not None, **own,
+        "tasks": None if model is None else model.tasks if path is None else ["generate"],
     }

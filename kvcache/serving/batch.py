@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from kvcache.core.memory import total
 from kvcache.drafts.draft_pace import MOST_DRAFTS
 from kvcache.drafts.sources import DraftSources
 from kvcache.engine.completion import as_prompt
+from kvcache.engine.documents import LINK, Documents, Placed
 from kvcache.engine.network_engine import NetworkEngine
 from kvcache.engine.new_requests import NewRequests, Shared
 from kvcache.engine.opening import open_drafts
@@ -38,6 +39,7 @@ from kvcache.serving.pins import as_kept
 from kvcache.serving.progress import Progress
 from kvcache.serving.request import Pending, Request
 from kvcache.serving.scheduler import Scheduler
+from kvcache.serving.seen_texts import PreparedSegments, SeenText
 from kvcache.serving.stats import BatchStats, NamespaceStats
 from kvcache.serving.steps import Steps
 from kvcache.serving.work import Drawing, Reading, Scoring, Work
@@ -45,11 +47,14 @@ from kvcache.support.arguments import as_count, as_finite, as_instance, as_integ
 from kvcache.support.copies import refuse_copies
 from kvcache.support.exclusions import expect
 from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
-from kvcache.texts.compressed_prefix import CompressedPrefix
-from kvcache.texts.forward import Forward
+from kvcache.texts.behind import Behind
+from kvcache.texts.forward import Forward, expect_own
+from kvcache.texts.hints import Hint, Hinted
 from kvcache.texts.kv_settings import Options, Settings, with_options
+from kvcache.texts.seen_parts import SeenParts
 from kvcache.texts.settings import CacheSettings, Load
 from kvcache.texts.text import Tokens
+from kvcache.texts.text_adapter import TextAdapter
 from kvcache.tiers.directory import DirectoryTier
 from kvcache.tiers.tiers import Tiers
 
@@ -109,6 +114,7 @@ class BatchEngine(NetworkEngine):
             are then None, bools, ints, texts, bytes or tuples of these. Where layers have windows or a state, a text
             may have to continue before the end of the blocks that are told.
         clock: seconds, for metrics, deadlines and the rates of the scheduler.
+        adapters: as `load_adapter` takes them, by name. One pass runs requests with any of them.
 
     Layers with a sliding window keep it, and no more than two blocks beside it, in pools of their own, with room for
     `max_running` texts, which `max_memory_bytes` counts too. With tiers they keep 64 tokens more, or a block.
@@ -119,6 +125,7 @@ class BatchEngine(NetworkEngine):
     Attributes:
         model: the network.
         sampling_params: the defaults of a request.
+        adapters: a mapping from names to each `Adapter`.
         clock, tiers, max_queue: see above.
         max_positions: the most tokens of a text; None: any number, under StreamingLLM.
     """
@@ -142,9 +149,10 @@ class BatchEngine(NetworkEngine):
         on_eviction: OnEviction | None = None,
         kv_events: KvEvents | str | None = None,
         clock: Clock = monotonic,
+        adapters: Mapping[str, Any] | None = None,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(model, sampling_params)
+        super().__init__(model, sampling_params, adapters=adapters)
         self.clock = clock
         max_running = as_count(max_running, "max_running", 1)
         self.tiers = tiers = as_tiers(tiers, autosave)
@@ -180,6 +188,11 @@ class BatchEngine(NetworkEngine):
         if kv_events is not None:
             self._events = EngineEvents(self._pool.prefixes[0], kv_events, forward.name_of)
 
+    def unload_adapter(self, name: str) -> None:
+        """See `NetworkEngine`; waits for no step."""
+        super().unload_adapter(name)
+        self._steps.end_unloaded()
+
     def _set_text(self, text: CheckpointText | GgufText) -> None:
         self._text = text
 
@@ -196,7 +209,11 @@ class BatchEngine(NetworkEngine):
         n: int = 1,
         keep: float | Iterable[tuple[int, float]] | None = None,
         parts_at: Iterable[int] = (),
-        prefix: CompressedPrefix | None = None,
+        prefix: Behind | None = None,
+        head: Any = None,
+        segments: Iterable[Any] | None = None,
+        link: int = LINK,
+        adapter: str | None = None,
         prompt_logprobs: int | None = None,
         watch: Callable[[], StopWatch] | None = None,
         **sampling: Any,
@@ -206,7 +223,7 @@ class BatchEngine(NetworkEngine):
         Args:
             prompt: at least one token id; or a text, if the engine has a tokenizer.
             params: how to sample; by default the engine's `sampling_params`.
-            namespace: requests share blocks only within one namespace (a tenant, an adapter).
+            namespace: requests share blocks only within one namespace (a tenant).
             priority: requests begin in the order of arrival time + 10 s * priority: a lower number is earlier. One that
                 is earlier than the last that runs takes its place, where there is no other.
             deadline: seconds from now; a request that has not ended then ends with the tokens that it has.
@@ -222,6 +239,9 @@ class BatchEngine(NetworkEngine):
                 network whose layers keep a state keeps it there; of no use to others.
             prefix: what `InferenceEngine.compress` made of a text before the prompt, whose tokens the prompt does not
                 repeat. Requests share blocks only behind the same one.
+            adapter: as of `PrefixCachedEngine.generate`.
+            head, segments, link: as of `InferenceEngine.complete`. Each segment runs once for all requests that have
+                it, as an ordinary prompt behind the head, and stays cached. `keep` is of what follows the segments.
             prompt_logprobs: report the log-probability of each token of the prompt, and of this many most likely ones
                 beside it, as `Request.prompt_logprobs`. The prompt then shares no blocks, `keep` and `prefix` are not
                 for it, and with `max_tokens` 0 nothing else is computed.
@@ -235,8 +255,12 @@ class BatchEngine(NetworkEngine):
             OutOfMemoryError: the prompt does not fit the pool.
             InvalidOperationError: the engine is closed.
         """
-        hash(namespace)  # raises TypeError here rather than in the middle of a step
-        self._settings.expect(prefix)
+        expect_own(namespace)
+        documents = Documents(head, segments, link)
+        given = {"logprobs": prompt_logprobs, "adapter": adapter}
+        placed = self._new.placed(prompt, prefix, documents, {name for name in given if given[name] is not None})
+        prompt, prefix = placed.prompt, self._settings.expect(placed.prefix, adapter)
+        loaded = self.adapters.find(adapter)
         if self._events is not None:
             self._events.expect(namespace)
         priority, n = as_integer(priority, "priority"), as_count(n, "n", 1)
@@ -244,6 +268,7 @@ class BatchEngine(NetworkEngine):
         params = self.sampling_params if params is None else as_instance(params, SamplingParams, "params")
         params = params.changed(sampling)
         prompt = self._new.prompt(prompt, prefix)
+        own = TextAdapter.of(loaded, prompt)
         places = tuple(as_count(each, "parts_at", 1, len(prompt)) for each in parts_at)
         self._steps.expect_room(n)  # before each sample takes its random numbers
         shared = self._new.shared(params, with_text=True)
@@ -252,8 +277,8 @@ class BatchEngine(NetworkEngine):
         if kept is not None or prefix is not None:
             features = self._settings.features | (set() if top is None else {"logprobs"})
             expect("keep", keep, features)
-            expect("prefix", prefix, features)
-        samples = [self._sample(prompt, namespace, shared, i, prefix, watch) for i in range(n)]
+            expect("prefix: of parts of cached texts" if isinstance(prefix, SeenParts) else "prefix", prefix, features)
+        samples = [self._sample(prompt, namespace, shared, i, placed, own, watch) for i in range(n)]
         if kept is not None:
             samples[0].keep = kept
         if top is not None:
@@ -267,6 +292,83 @@ class BatchEngine(NetworkEngine):
         request = Request(self._steps, samples)
         self._enqueue(request, samples, priority, deadline)
         return request
+
+    def prepare(
+        self, segments: Iterable[Any], *, head: Any = None, namespace: Hashable = None, priority: int = 0,
+        deadline: float | None = None, keep: float | None = None,
+    ) -> PreparedSegments:
+        """Queue segments behind a head, so that later requests find them cached.
+
+        Args:
+            segments, head, namespace, priority, deadline: as of `submit`.
+            keep: seconds that their full blocks stay cached for, with the limits of `keep` of `submit`.
+
+        Raises:
+            as `submit`.
+        """
+        hash(namespace)
+        placed = self._new.placed([0], None, Documents(head, segments, 0))
+        if self._events is not None:
+            self._events.expect(namespace)
+        priority = as_integer(priority, "priority")
+        deadline = None if deadline is None else as_finite(deadline, "deadline", 0.0)
+        seen, works = self._settings.expect(placed.prefix), list[SeenText]()
+        for part in seen.texts if isinstance(seen, SeenParts) else ():
+            works.append(SeenText(part, namespace))
+            if keep is not None:
+                works[-1].keep = as_kept(keep, len(part.tokens), self._pool.block_size)
+            self._expect_fits(works[-1])
+        prepared = PreparedSegments(self._steps, works, placed)
+        if works:
+            self._steps.enqueue(prepared, works, priority, deadline)
+        return prepared
+
+    def hint(
+        self,
+        action: str,
+        *prompts: Any,
+        namespace: Hashable = None,
+        ttl: float | None = None,
+        resume_in: float | None = None,
+        after: int | None = None,
+        prefix: Behind | None = None,
+    ) -> Hinted:
+        """Tell what is known of cached texts while no request has them: it changes times, never bits.
+
+        It takes effect now, or when the running step ends, and waits for neither; texts are read while the thread of
+        the engine, or its caller, steps.
+
+        Args:
+            action: "demote": a tool runs; the text is copied to the tiers, and what it alone has is evicted before all
+                else, unless it is used again. "pin": it stays, as by `keep` of `submit`, as far as it is cached.
+                "prefetch": it comes back; it is read from the tiers, and pinned. "release": it has ended; what it alone
+                has is forgotten, in the memory of this process. "share": the head that all of the prompts begin with is
+                pinned. What alone continues a text, such as an answer, counts as its own.
+            prompts: token ids, or texts, at most 64; "share" takes two or more.
+            namespace, prefix: as of `submit`.
+            ttl: seconds that a text stays for, of "pin" and "share" (by default 300) and of "prefetch" (60 more than
+                `resume_in`).
+            resume_in: seconds until a text of "prefetch" comes back; it is read a second before that, or earlier where
+                tiers are slow. By default now.
+            after: of "demote" and "release", how many first tokens of each text stay as they are: those of the text
+                that a branch has left.
+
+        Returns:
+            How many tokens the texts have, and of how many K and V are cached now.
+
+        Raises:
+            TypeError, ValueError: as `submit`; no such action, or an argument that it does not take.
+            QueueFullError: too many texts are to be read later.
+            InvalidOperationError: the engine is closed, or its requests share nothing.
+        """
+        hash(namespace)
+        self._settings.expect(prefix)
+        expect("hint", action, self._settings.features)
+        found = [self._new.prompt(each, prefix) for each in prompts]
+        hint = Hint.of(self._steps.forward, action, found, namespace, prefix, ttl, resume_in, after)
+        hinted = hint.found(self._pool)
+        self._steps.hint(hint)
+        return hinted
 
     def prepare_grammar(
         self, grammar: Grammar, stop_token_ids: Iterable[int] = (), *, trials: Trials | None = None
@@ -295,10 +397,11 @@ class BatchEngine(NetworkEngine):
         return self._new.compiler().knows(grammar, stop_token_ids)
 
     def _sample(
-        self, prompt: Tokens, namespace: Hashable, shared: Shared, number: int, prefix: CompressedPrefix | None,
-        watch: Callable[[], StopWatch] | None,
+        self, prompt: Tokens, namespace: Hashable, shared: Shared, number: int, placed: Placed,
+        adapter: TextAdapter | None, watch: Callable[[], StopWatch] | None,
     ) -> Drawing:
-        request, decoder = self._new.request(prompt, shared, number, prefix), shared.decoder
+        request, decoder = self._new.request(prompt, shared, number, placed.prefix, adapter), shared.decoder
+        request.placed = placed
         make_text = None if decoder is None else partial(TextStream, decoder, prompt, shared.stop_strings)
         work = Drawing(request, make_text, self.config, namespace, self._drafter.begin(), watch)
         if self._settings.budgets is not None:
@@ -310,7 +413,10 @@ class BatchEngine(NetworkEngine):
         self._steps.enqueue(pending, works, priority, deadline)
 
     def _expect_fits(self, work: Work) -> None:
-        if (needed := self._pool.blocks_for(work.num_tokens)) > (total_blocks := self._pool.total_blocks):
+        needed, total_blocks = self._pool.blocks_for(work.num_tokens), self._pool.total_blocks
+        if isinstance(work.prefix, SeenParts):  # one block more for each that may run beside it
+            needed += sum(self._pool.blocks_for(len(each.tokens)) + 1 for each in work.prefix.texts) + 1
+        if needed > total_blocks:
             raise OutOfMemoryError(needed, total_blocks)
 
     def generate_batch(
@@ -370,6 +476,9 @@ class BatchEngine(NetworkEngine):
     def _checkpoint(self) -> CheckpointText | GgufText | None:
         return self._text
 
+    def _limits(self) -> tuple[Collection[str], int | None]:
+        return self._settings.features, self.max_positions
+
     def vectors(self) -> Vectors:
         """See `ChatEngine`."""
         expect("embed", self._settings.budgets, self._settings.features)
@@ -393,6 +502,7 @@ class BatchEngine(NetworkEngine):
         Raises:
             as `submit`.
         """
+        expect_own(namespace)
         works = [Reading(each, namespace, whole=self._whole) for each in readings]
         pending = Pending(self._steps, works)
         if works:
@@ -537,7 +647,8 @@ class BatchEngine(NetworkEngine):
         """Bytes: "weights" (0 for a model that does not say), "kv", "bookkeeping", "scratch", "huge"."""
         weights = getattr(self.model, "weights", None)
         products = {"scratch": getattr(weights, "scratch_bytes", 0), "huge": getattr(weights, "huge_bytes", 0)}
-        own = {"weights": getattr(weights, "nbytes", 0), **total(self._pool.memory(self._steps.running), products)}
+        read = getattr(weights, "nbytes", 0) + self.adapters.nbytes
+        own = {"weights": read, **total(self._pool.memory(self._steps.running), products)}
         return total(own, self._drafter.memory())
 
     @property

@@ -13,7 +13,7 @@ from kvcache.prefix.events.kv_events import KvEvents
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.saved.namespaces import encode_namespace
 from kvcache.serving.stats import BatchStats
-from kvcache.texts.compressed_prefix import is_behind
+from kvcache.texts.forward import is_tied
 
 __all__ = ["EngineEvents"]
 
@@ -23,7 +23,7 @@ class EngineEvents:
 
     A namespace that is a text is the salt of its blocks, and so is the text in `(None, text)`: where a server has no
     keys, the salt of a body. None has no salt, and any other namespace a hash of it; so have blocks behind a compressed
-    prefix, of which no other worker has the beginning.
+    prefix, of which no other worker has the beginning, and those with an adapter, which are of no use to other texts.
 
     Args:
         cache: of the layers that keep all tokens.
@@ -34,7 +34,7 @@ class EngineEvents:
     def __init__(self, cache: PrefixCache, settings: Any, name_of: Callable[[Hashable], Hashable]) -> None:
         def salt_of(space: Hashable) -> tuple[int, str | None]:
             digest = blake2b(encode_namespace(space), digest_size=8).digest()
-            return int.from_bytes(digest, "little"), _text_of(space if is_behind(space) else name_of(space))
+            return int.from_bytes(digest, "little"), _text_of(space if is_tied(space) else name_of(space))
 
         self._publisher = EventPublisher(cache, KvEvents.of(settings), salt_of, time)
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from kvcache.support.arguments import as_count, as_finite, short
 from kvcache.texts.pool import Pool
-from kvcache.texts.text import Text
+from kvcache.texts.text import Text, Tokens
 
-__all__ = ["Pin", "Pins", "as_kept"]
+__all__ = ["Pin", "Pins", "as_kept", "owner_of"]
 
 _MOST = 1024  # pins: those of a namespace are compared with each text of it that begins
 _OF_ALL, _OF_ONE = 2, 4  # all pins have a half of the blocks; one owner has a quarter, and half of the pins
@@ -104,13 +104,13 @@ class Pins:
     def _may_add(self, namespace: Hashable, without: list[Pin]) -> bool:
         """Whether there may be another pin of the owner of a namespace, when some others have left."""
         others = [each for each in self.all if each not in without]
-        mine = sum(_owner(each.namespace) == _owner(namespace) for each in others)
+        mine = sum(owner_of(each.namespace) == owner_of(namespace) for each in others)
         return len(others) < _MOST and mine < _MOST * _OF_ALL // _OF_ONE
 
     def _room(self, namespace: Hashable, without: list[Pin]) -> int:
         """The blocks that a pin of a namespace may have, when some others have left."""
         others = [each for each in self.all if each not in without]
-        mine = sum(self._blocks(each) for each in others if _owner(each.namespace) == _owner(namespace))
+        mine = sum(self._blocks(each) for each in others if owner_of(each.namespace) == owner_of(namespace))
         total = self._pool.total_blocks
         return max(0, min(total // _OF_ONE - mine, total // _OF_ALL - sum(map(self._blocks, others))))
 
@@ -127,6 +127,12 @@ class Pins:
     def _release(self, pin: Pin) -> None:
         self.all.remove(pin)
         pin.held.close()
+
+    def release(self, space: Hashable, tokens: Tokens, after: int) -> None:
+        """Release the pins of a text that reach past its first `after` tokens."""
+        for pin in list(self.all):
+            if pin.space == space and pin.stop > after and np.array_equal(pin.tokens[: pin.stop], tokens[: pin.stop]):
+                self._release(pin)
 
     def renew(self, text: Text, now: float) -> None:
         """Let the pins of a text that begins stay for their time from now on."""
@@ -190,7 +196,7 @@ class Pins:
         return dict(found)
 
 
-def _owner(namespace: Hashable) -> Hashable:
+def owner_of(namespace: Hashable) -> Hashable:
     """The owner of a namespace: a tuple's first entry, so that an API key has one share, whatever salts it sends."""
     return namespace[0] if isinstance(namespace, tuple) and namespace else namespace
 

@@ -300,7 +300,9 @@ class Request(Pending):
     def completions_so_far(self) -> list[Completion]:
         """As `completions`, of what each sample has now; `finish_reason` may also be "error", or None."""
         return [
-            Completion(each.new_tokens, each.text, cast(Any, each.reason), each.logprobs, each.cached_tokens)
+            Completion(
+                each.new_tokens, each.text, cast(Any, each.reason), each.logprobs, each.cached_tokens, each.segments
+            )
             for each in self._samples
         ]
 

@@ -24,6 +24,8 @@ from kvcache.errors import KvCacheError, OutOfMemoryError
 from kvcache.serving.budget import CHEAP_ROWS, MOST, TokenBudget
 from kvcache.serving.observed import Observed
 from kvcache.serving.pins import Pins
+from kvcache.serving.prefetches import Prefetches
+from kvcache.serving.seen_texts import SeenText, SeenTexts
 from kvcache.serving.shares import Shares, fitting
 from kvcache.serving.work import FinishReason, Work
 from kvcache.texts.arrivals import Arrivals
@@ -53,10 +55,12 @@ class Scheduler:
         drafter: see above.
         works: all that have not ended, in the order of submission.
         running: those with a sequence, by their keys.
-        num_waiting: those without one.
+        num_running, num_waiting: those with and without one, but for `seen_texts`.
         ended: works that have ended, until the engine has told those that wait for them.
         preemptions: how often a work gave up its sequence.
         pins: prefixes that stay cached for a time.
+        seen_texts: works of cached texts that others see parts of, which come and go with these.
+        prefetches: takes hints.
     """
 
     def __init__(
@@ -69,6 +73,8 @@ class Scheduler:
         self._most_prompts = most_prompts
         self.works: dict[int, Work] = {}
         self.pins, self._now = Pins(self.pool), 0.0
+        self.seen_texts = SeenTexts(self.pool)
+        self.prefetches = Prefetches(self.pool, arrivals, self.pins)
         self.running: list[Work] = []
         self._waiting: list[Work] = []  # a heap; ended works leave it when they come to its top
         self._deadlines: list[tuple[float, int]] = []  # a heap
@@ -77,8 +83,12 @@ class Scheduler:
         self.preemptions = 0
 
     @property
+    def num_running(self) -> int:
+        return sum(work.key[1] >= 0 for work in self.running)
+
+    @property
     def num_waiting(self) -> int:
-        return len(self.works) - len(self.running)
+        return len(self.works) - len(self.seen_texts.numbers) - self.num_running
 
     # -- works come and go ----------------------------------------------------------------------------------
 
@@ -105,7 +115,12 @@ class Scheduler:
             work.__dict__.update(reason=reason, error=error, trace=getattr(error, "__traceback__", None))
         if self.arrivals is not None:
             self.arrivals.ended(work)
+        if isinstance(work, SeenText):
+            self._end_seen(work, error)
         self._leave(work)
+        if work.prefix is not None:
+            for text in self.seen_texts.left_by(work):
+                self.end(text, "cancelled")
         self.drafter.end(work)
         self.release_followers(work)
         self.ended.append(work)
@@ -114,6 +129,14 @@ class Scheduler:
             self._waiting = sorted(each for each in self._waiting if each.reason is None)
         if len(self._deadlines) > 2 * len(self.works) + 64:
             self._deadlines = sorted(each for each in self._deadlines if each[1] in self.works)
+
+    def _end_seen(self, text: SeenText, error: Exception | None) -> None:
+        """Give a text that has run to those that lack it; where it failed, so do they."""
+        if text.reason == "length":
+            self.seen_texts.give(text)
+        self.seen_texts.ended(text)
+        for work in list(text.seen_by) if error is not None else ():
+            self.end(work, "error", error)
 
     def _leave(self, work: Work) -> None:
         """Take a work's sequence; those that wait for it wait on their own from now on."""
@@ -157,15 +180,16 @@ class Scheduler:
         """The pieces of the next step, `(work, number of its next tokens)`; their sequences have room for them."""
         regime = self._forward.regime
         for work in [] if self._forward.regime_of is None else list(self.running):
-            if regime(work.num_tokens) != work.regime:  # it runs again from its start, in its new regime
+            if regime(work.reach) != work.regime:  # it runs again from its start, in its new regime
                 self._leave(work)
                 heapq.heappush(self._waiting, work)
         if self.arrivals is not None:
             self._jump(self.arrivals)
         self._give_way()
         self._begin(now)
-        decodes = [(work, 1) for work in self.running if work.remaining == 1]
-        prompts = [work for work in self.running if work.remaining > 1]
+        ready = [work for work in self.running if not self.pool.lacking(work)]
+        decodes = [(work, 1) for work in ready if work.remaining == 1]
+        prompts = [work for work in ready if work.remaining > 1]
         count, most = len(decodes), CHEAP_ROWS
         if prompts or self._may_begin:  # each row costs time then: few draft tokens where few tokens of prompts may run
             deepest = max((work.computed for work in prompts), default=0)
@@ -182,7 +206,9 @@ class Scheduler:
     @property
     def _may_begin(self) -> bool:
         first = self._first_waiting()
-        return first is not None and first is not self._blocked and len(self.running) < self._max_running
+        if first is None or first is self._blocked:
+            return False
+        return len(self.running) < self._max_running or first.key[1] < 0 or self.num_running < self._max_running
 
     def _first_waiting(self) -> Work | None:
         """The first work that waits; those that have ended or begun leave the heap."""
@@ -203,7 +229,7 @@ class Scheduler:
 
     def _jump(self, arrivals: Arrivals) -> None:
         """Let works begin again whose blocks have arrived from tiers."""
-        arrivals.keep(set(self.works.values()))
+        arrivals.keep({*self.works.values(), *self.prefetches.texts})
         for work in list(self.running):
             if arrivals.reaches_past(work, work.left_at):
                 work.left_at = work.computed
@@ -216,7 +242,7 @@ class Scheduler:
         drafted = []
         for work, count in decodes:
             draft = 0 if work.followers else len(work.draft)
-            if draft and self._forward.regime(work.num_tokens + draft) != work.regime:
+            if draft and self._forward.regime(work.reach + draft) != work.regime:
                 draft = 0
             drafted.append((work, count + draft))
         return drafted
@@ -248,7 +274,7 @@ class Scheduler:
         """Begin works that wait, one after another, as long as there is room: what is cached of each is known then."""
         while self._may_begin:
             work = self._waiting[0]
-            work.regime = self._forward.regime(work.num_tokens)
+            work.regime = self._forward.regime(work.reach)
             work.space = self._forward.space_of(work)
             if self._park(work):
                 heapq.heappop(self._waiting)
@@ -265,9 +291,13 @@ class Scheduler:
             heapq.heappop(self._waiting)
             self._run(work)
             self.pins.renew(work, now)
+            for text in self.seen_texts.asked(work):
+                self.works[text.key[1]] = text
+                heapq.heappush(self._waiting, text)
             if work.started is None:
                 work.started, work.cached_tokens = now, work.computed
-                self.observed.began(work, now)
+                if work.key[1] >= 0:
+                    self.observed.began(work, now)
             elif work.computed > work.left_at >= 0 and work.num_tokens == work.num_prompt:
                 self.observed.arrived(work, work.computed - work.left_at)
 
@@ -296,7 +326,7 @@ class Scheduler:
         best, place = None, self.pool.shared.longest(work)
         for other in self.running:
             if other.remaining > 1 and other.shares and other.space == work.space:
-                most = min(work.num_tokens - 1, other.num_tokens)
+                most = min(work.num_tokens - 1, other.num_tokens, work.shares_to, other.shares_to)
                 differ = work.tokens[:most] != other.tokens[:most]
                 common = int(differ.argmax()) if differ.any() else most
                 common -= common % self.pool.block_size
@@ -350,11 +380,12 @@ class Scheduler:
         Raises:
             OutOfMemoryError: as many works run as may; or they share nothing.
         """
-        if len(self.running) >= self._max_running or not work.shares:
+        if self.num_running >= self._max_running or not work.shares:
             raise OutOfMemoryError(1, 0, "places")
         self.pool.fork(work, follower, computed)
         follower.regime, follower.space, follower.started = work.regime, work.space, now
         follower.cached_tokens, follower.hidden = work.cached_tokens, work.hidden
+        follower.cached_texts.update(work.cached_texts)
         self.observed.began(follower, now)
         self._run(follower)
         follower.leader = None
@@ -366,7 +397,8 @@ class Scheduler:
         """Let all works begin again behind what is cached of them; may run at any time, any number of times."""
         for work in self.works.values():
             work.moved(-1, 0, ())
-        self.works = {number: work for number, work in self.works.items() if work.reason is None}
+        self.works = {number: work for number, work in self.works.items() if work.reason is None and number >= 0}
+        self.seen_texts.clear()
         self.pool.shared.close_sessions()  # a call that an error ended may not have
         self.pool.settle()
         self.pins.settle()
@@ -385,6 +417,7 @@ class Scheduler:
         with self.pins.released():
             self.pool.check(self.running)
         self.drafter.check()
+        self.prefetches.check()
         assert self.running == sorted(self.running), "works do not run in the order of their keys"
         parked = {id(work) for leader in self.running for _, work in leader.parked}
         heap = {id(work) for work in self._waiting}

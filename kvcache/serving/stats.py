@@ -102,6 +102,8 @@ class BatchStats:
         events_told: blocks that `kv_events` told as stored or removed, those of snapshots too.
         events_dropped: those that it did not tell, since too many came at once; a snapshot followed.
         event_snapshots, event_replays: how often it told all blocks again, and what a reader had missed.
+        hints: calls of `hint` that were taken.
+        prefetched_tokens: tokens that were read from tiers for hints, before a request.
     """
 
     waiting: int
@@ -125,3 +127,5 @@ class BatchStats:
     events_dropped: int = 0
     event_snapshots: int = 0
     event_replays: int = 0
+    hints: int = 0
+    prefetched_tokens: int = 0

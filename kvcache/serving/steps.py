@@ -27,6 +27,7 @@ from kvcache.serving.thread import StepThread
 from kvcache.serving.work import Work
 from kvcache.support.arguments import short
 from kvcache.texts.forward import Forward
+from kvcache.texts.hints import Hint
 
 __all__ = ["Steps"]
 
@@ -43,13 +44,13 @@ class Steps:
         clock: seconds.
 
     Attributes:
-        clock: see above.
+        clock, forward: see above.
         lock: held by everything that changes a work.
         inbox_lock: held while works come in.
     """
 
     def __init__(self, scheduler: Scheduler, forward: Forward, max_queue: int, clock: Callable[[], float]) -> None:
-        self._scheduler, self._forward, self._max_queue, self.clock = scheduler, forward, max_queue, clock
+        self._scheduler, self.forward, self._max_queue, self.clock = scheduler, forward, max_queue, clock
         self.lock = MendingLock(CallLock(level=2), self._mend)
         self.inbox_lock = CallLock(level=0)
         self._inbox: deque[Work] = deque()
@@ -73,7 +74,7 @@ class Steps:
     @property
     def num_running(self) -> int:
         """Works that have a sequence."""
-        return len(self._scheduler.running)
+        return self._scheduler.num_running
 
     @property
     def num_waiting(self) -> int:
@@ -118,9 +119,37 @@ class Steps:
         if self._thread is not None:
             self._thread.wake()
 
+    def hint(self, hint: Hint) -> None:
+        """Take a hint: now, or when the running step ends. QueueFullError: too many texts are due later."""
+        self.expect_open()
+        self._scheduler.prefetches.expect_room(hint)
+        self.lock.hand_over(partial(self._take_hint, hint))
+        if self._thread is not None:
+            self._thread.wake()
+
+    def _take_hint(self, hint: Hint) -> None:
+        self._scheduler.prefetches.take(hint, self.clock())
+        self._publish()
+
+    def _pause(self) -> float:
+        return self._scheduler.prefetches.seconds(self.clock())
+
     def cancel(self, pending: Pending) -> None:
         """End works: now, or when the running step ends."""
         self.lock.hand_over(partial(self._end_all, pending.works))
+
+    def end_unloaded(self) -> None:
+        """End the works whose adapter is not loaded any more: now, or when the running step ends."""
+        self.lock.hand_over(self._end_unloaded)
+
+    def _end_unloaded(self) -> None:
+        if not self.inbox_lock.inside:
+            self._take_inbox()
+        for work in list(self._scheduler.works.values()):
+            if work.adapter is not None and not work.adapter.loaded.is_loaded:
+                self._scheduler.end(work, "error", work.adapter.loaded.unloaded())
+        if self._scheduler.ended or self._woken:
+            self._tell()
 
     def cancel_all(self) -> None:
         """End all works."""
@@ -165,7 +194,7 @@ class Steps:
         with self.lock:
             self.expect_open()
             if self._thread is None or not self._thread.is_alive:
-                self._thread = StepThread(owner, self.step_or_fail)
+                self._thread = StepThread(owner, self.step_or_fail, self._pause)
 
     def stop(self) -> None:
         """End the thread, if there is one, when all work is done."""
@@ -180,6 +209,9 @@ class Steps:
             self._take_inbox()
             began = self.clock()
             self._scheduler.expire(began)
+            self._scheduler.prefetches.advance(began)
+            if self._scheduler.observed.any_evicted:  # for hints
+                self._scheduler.observed.note_evictions([], self._pending)
             # Texts with equal first tokens become neighbours, of which attention reads shared blocks once.
             pieces = sorted(self._scheduler.plan(began), key=lambda piece: piece[0].opening)
             self._note_evictions(pieces)
@@ -229,7 +261,7 @@ class Steps:
         if not pieces:
             return
         try:
-            logits = self._forward.run([(work, n, work.rows_due(n)) for work, n in pieces])
+            logits = self.forward.run([(work, n, work.rows_due(n)) for work, n in pieces])
         except BaseException as error:  # of the network, a policy or a format, or of memory
             failure = as_failure(error, "model.forward")
             if len(pieces) == 1:
@@ -365,6 +397,8 @@ class Steps:
             0, self.num_running, self._finished, self._steps, self._prefilled, self._new_tokens, self._cached_tokens,
             self._scheduler.preemptions, self._drafted, self._accepted, 0, 0, 0, 0, observed.queued.snapshot(),
             observed.first_token.snapshot(), observed.gap.snapshot(),
+            hints=sum(self._scheduler.prefetches.counts.values()),
+            prefetched_tokens=self._scheduler.prefetches.read_tokens,
         )
 
     def namespaces(self) -> dict[Hashable, NamespaceStats]:
@@ -373,12 +407,13 @@ class Steps:
         return {name: replace(each, pinned_tokens=pinned.get(name, 0)) for name, each in found.items()}
 
     def release_pins(self) -> None:
-        """Release all pins: now, or when the running step ends."""
+        """Release all pins, and read nothing for others: now, or when the running step ends."""
+        self.lock.hand_over(self._scheduler.prefetches.clear)
         self.lock.hand_over(self._scheduler.pins.clear)
 
     def check(self) -> None:
         """Verify the invariants; AssertionError says what is wrong."""
         with self.lock:
             self._scheduler.check()
-            missing = set(self._scheduler.works) - set(self._pending)
+            missing = set(self._scheduler.works) - set(self._pending) - self._scheduler.seen_texts.numbers
             assert not missing, f"works {sorted(missing)} would tell nobody of their end"

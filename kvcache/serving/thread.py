@@ -17,14 +17,14 @@ class StepThread:
     Args:
         owner: not kept alive.
         step: runs a step; whether there is work left.
+        pause: seconds until there is some, as far as is known.
     """
 
-    def __init__(self, owner: object, step: Callable[[], bool]) -> None:
+    def __init__(self, owner: object, step: Callable[[], bool], pause: Callable[[], float]) -> None:
         self._woken: SimpleQueue[None] = SimpleQueue()  # may be used from signal handlers
         self._stopping = threading.Event()
-        self._thread = threading.Thread(
-            target=_run, args=(ref(owner), step, self._woken, self._stopping), name="kvcache-serving", daemon=True
-        )
+        arguments = ref(owner), step, pause, self._woken, self._stopping
+        self._thread = threading.Thread(target=_run, args=arguments, name="kvcache-serving", daemon=True)
         self._thread.start()
 
     @property
@@ -50,11 +50,12 @@ class StepThread:
 
 
 def _run(
-    owner: ref[object], step: Callable[[], bool], woken: SimpleQueue[None], stopping: threading.Event
+    owner: ref[object], step: Callable[[], bool], pause: Callable[[], float], woken: SimpleQueue[None],
+    stopping: threading.Event,
 ) -> None:
     while True:
         if not step():
             if stopping.is_set() or owner() is None:
                 return
             with suppress(Empty):  # a second later it looks whether the owner was dropped
-                woken.get(timeout=1.0)
+                woken.get(timeout=min(1.0, max(0.001, pause())))

@@ -12,14 +12,17 @@ import numpy as np
 
 from kvcache.drafts.text_drafts import TextDrafts
 from kvcache.engine.completion import Request, TokenLogprobs, logprobs_of
+from kvcache.engine.documents import SegmentUse
 from kvcache.engine.requests import log_probabilities
 from kvcache.engine.text_rows import TextRows
 from kvcache.grammar.matcher import Matcher
 from kvcache.networks.protocols import Float32, NetworkConfig
 from kvcache.sampling.stop_strings import StopWatch
 from kvcache.sampling.text_stream import TextStream
-from kvcache.texts.compressed_prefix import CompressedPrefix
+from kvcache.texts.behind import Behind
+from kvcache.texts.seen_parts import TextKey
 from kvcache.texts.text import Text, Tokens
+from kvcache.texts.text_adapter import TextAdapter
 
 __all__ = ["Drawing", "FinishReason", "Reading", "Scoring", "Work"]
 
@@ -52,12 +55,16 @@ class Work(Text, ABC):
         followers: works that fork this one's sequence when its prompt has run.
         drafts: its draft tokens; None: it has none.
         keep: `(tokens, seconds)`: how many of its first tokens stay cached when they have run, and for how long.
+        cached_texts: of each cached text that it sees parts of the number of tokens that did not run.
         parked: `(tokens, work)`: works that wait until this one has run these tokens, which are theirs too.
     """
 
-    def __init__(self, tokens: Tokens, namespace: Hashable, prefix: CompressedPrefix | None = None) -> None:
-        super().__init__(tokens, namespace, prefix)
-        self.opening = (hash((namespace, self.base)), tokens[:_OPENING].tobytes())
+    def __init__(
+        self, tokens: Tokens, namespace: Hashable, prefix: Behind | None = None, adapter: TextAdapter | None = None
+    ) -> None:
+        super().__init__(tokens, namespace, prefix, adapter)
+        space = namespace if adapter is None else adapter.space(namespace)
+        self.opening = (hash((space, self.base)), tokens[:_OPENING].tobytes())
         self.key: tuple[float, int] = (0.0, 0)
         self.arrival = 0.0
         self.deadline: float | None = None
@@ -73,7 +80,20 @@ class Work(Text, ABC):
         self.followers: list[Work] = []
         self.drafts: TextDrafts | None = None
         self.keep: list[tuple[int, float]] = []
+        self.cached_texts: dict[TextKey, int] = {}
         self.parked: list[tuple[int, Work]] = []
+
+    @property
+    def whole_prompt(self) -> int:
+        """Tokens of the prompt with those that it stands behind."""
+        return self.base + self.num_prompt
+
+    @property
+    def reused_tokens(self) -> int:
+        """Tokens of `whole_prompt` that did not run for this request."""
+        parts = () if self.prefix is None else self.prefix.parts
+        ran = sum(len(part.tokens) - self.cached_texts.get(part.key, 0) for part in parts)
+        return self.cached_tokens + max(0, self.base - ran)
 
     @property
     def itself(self) -> Text:
@@ -142,10 +162,11 @@ class Drawing(Work):
         self, request: Request, make_text: Callable[[], TextStream] | None, config: NetworkConfig,
         namespace: Hashable, drafts: TextDrafts | None = None, make_watch: Callable[[], StopWatch] | None = None,
     ) -> None:
-        super().__init__(request.tokens, namespace, request.prefix)
+        super().__init__(request.tokens, namespace, request.prefix, request.adapter)
         self._sampler, self._request, self._make_text = request.sampler, request, make_text
         self._make_watch: Callable[[], StopWatch] | None = make_watch or make_text if request.params.stop else None
         self._watched = None if self._make_watch is None else self._make_watch()
+        request.cached_texts = self.cached_texts
         if request.params.logprobs is not None:
             request.logprobs = []
         self._most = config.max_position_embeddings - self.base
@@ -172,6 +193,11 @@ class Drawing(Work):
     def logprobs(self) -> list[TokenLogprobs] | None:
         """The log-probabilities of the new tokens; None: they are not reported."""
         return self._request.logprobs
+
+    @property
+    def segments(self) -> list[SegmentUse] | None:
+        """The use of each segment; None: there are none."""
+        return self._request.segments
 
     @property
     def num_new(self) -> int:

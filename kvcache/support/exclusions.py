@@ -17,9 +17,11 @@ FEATURES = {
     "eviction": "an eviction_policy",
     "endless": "an eviction_policy without end",
     "sparse": "sparse_tokens",
+    "residual": "a residual_length, or first tokens that stay in f16",
     "logprobs": "prompt_logprobs",
     "tiers": "tiers",
     "grammar": "a grammar",
+    "adapter": "an adapter",
     "window": "layers that have a window",
     "state": "layers that keep a state",
     "silent": "layers that do not attend",
@@ -51,7 +53,10 @@ class Exclusion(NamedTuple):
 
 
 _UNLIKE = ("window", "state", "silent", "index", "latent", "shared", "sizes", "positions", "both ways")
+_WHOLE_ALONE = ("eviction", "sparse", "residual", "window", "state", "index", "shared", "both ways")
 _CHOOSES = "a policy chooses among the tokens of layers that are alike, at positions that stay"
+_ELSEWHERE = (*_WHOLE_ALONE, "logprobs", "adapter")
+_AS_STORED = "tokens are read at other places than they were computed at, all of them, as the network stored them"
 _ENDS = "the text of a grammar ends where nothing may follow"
 EXCLUSIONS = {row.setting: row for row in (
     Exclusion("eviction_policy", "none", _UNLIKE, _CHOOSES),
@@ -62,9 +67,16 @@ EXCLUSIONS = {row.setting: row for row in (
         "a prefix with holes cannot be shared, nor one that depends on what follows",
     ),
     Exclusion("generate", "none", ("both ways",), "the rows of a text depend on its last token: embed runs it whole"),
-    Exclusion("prefix", "None", ("eviction", "sparse", "logprobs"), "its heads have tokens of their own, which stay"),
+    Exclusion(
+        "prefix", "None", ("eviction", "sparse", "logprobs", "adapter"),
+        "its heads have tokens of their own, which stay, and are those of the network without an adapter",
+    ),
+    Exclusion("kvcache_mode", "recompute", _WHOLE_ALONE, "tokens behind an edit see parts of the text before it"),
+    Exclusion("prefix: of parts of cached texts", "None", _ELSEWHERE, _AS_STORED),
+    Exclusion("segments", "None", _ELSEWHERE, _AS_STORED),
     Exclusion("embed", "none", ("eviction",), "a vector is of all tokens of its text"),
     Exclusion("keep", "none", ("eviction", "logprobs"), "such requests share no blocks, so none stay cached"),
+    Exclusion("hint", "none", ("eviction", "both ways"), "no text is cached that it could be about"),
     Exclusion("tiers", "none", ("eviction", "both ways"), "blocks with holes are of no use to another text"),
     Exclusion("kv_events", "none", ("eviction", "both ways"), "no blocks are cached that routers could be told of"),
     Exclusion("autosave", "None", ("tiers",), "tiers may have a DirectoryTier of their own"),

@@ -113,11 +113,33 @@ class Arrivals:
         if not text.shares or text in self._asked or text.num_tokens != text.num_prompt:
             return
         self._asked.add(text)
-        tokens = text.tokens.copy()
+        if (lookup := self.ask(text)) is not None:
+            self._wait(lookup)
+
+    def ask(self, text: Text) -> Lookup | None:
+        """Ask the tiers for what is not cached of a text; None: they are not asked."""
+        tokens = text.tokens[: text.shares_to].copy()
         lookup = self.source.start(text.space, tokens, self._pool.shared.longest(text))
         if lookup is not None:
             self._lookups[text] = lookup
-            self._wait(lookup)
+        return lookup
+
+    def has_ended(self, text: Text) -> bool:
+        """Whether nothing more arrives of a text."""
+        lookup = self._lookups.get(text)
+        return lookup is None or lookup.ended
+
+    def seconds_of(self, num_tokens: int) -> float:
+        """The seconds of reading the blocks of so many tokens from the first tier, as far as is known."""
+        return self.source.seconds_of(num_tokens)
+
+    def copied(self, text: Text) -> bool:
+        """Write what is cached of a text to the tiers; whether they have or get its blocks."""
+        tokens = text.tokens[: text.computed]
+        for group, source in self._with_pages:
+            for pages in group.offered(text):
+                source.ends(text.space, tokens, pages, once=True)
+        return self.source.copied(text.space, tokens)
 
     def _wait(self, lookup: Lookup) -> None:
         """Wait for the tiers; as long as they deliver, where the network has run no prompt yet: it was just loaded."""
@@ -162,7 +184,7 @@ class Arrivals:
         if self._with_pages and left_at >= 0:  # it has begun again, and had no room for all of them
             self.end(text)
             return False
-        ended, most = lookup.ended, min(lookup.available(text.computed), text.num_prompt - 1)
+        ended, most = lookup.ended, min(lookup.available(text.computed), text.num_prompt - 1, text.shares_to)
         ahead = most // self._group * self._group > max(text.computed, left_at)
         if not ahead and (ended or text.remaining == 1):
             self.end(text)
@@ -174,7 +196,7 @@ class Arrivals:
         self.end(text)
         if not text.shares or text.seq_id < 0:
             return
-        tokens = text.tokens[: text.computed]
+        tokens = text.tokens[: min(text.computed, text.shares_to)]
         self._pool.keep_pages(text, text.computed)
         self.source.used(text.space, tokens)
         for group, source in self._with_pages:

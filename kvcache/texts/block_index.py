@@ -12,12 +12,27 @@ from numpy.typing import NDArray
 from kvcache.core.kvrows import KvRows
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.prefix_cache import PrefixCache
+from kvcache.texts.behind import Part
 from kvcache.texts.newest import NewestGroups
 from kvcache.texts.text import NO_TOKEN, Text, Tokens
 
-__all__ = ["BlockIndex", "CachedStart"]
+__all__ = ["BlockIndex", "CachedStart", "PartStart"]
 
 Rows = Sequence[KvRows]
+
+
+class PartStart(NamedTuple):
+    """A part of a cached text, in blocks that are held, for a text that is about to begin behind it.
+
+    Attributes:
+        blocks: of the cached text, `(n,)`.
+        num_tokens: of the cached text.
+        seen: the tokens of it that are seen, int64, ascending.
+    """
+
+    blocks: NDArray[np.int64]
+    num_tokens: int
+    seen: NDArray[np.int64]
 
 
 class CachedStart(NamedTuple):
@@ -30,6 +45,7 @@ class CachedStart(NamedTuple):
         rows, firsts: K and V of each layer that the text reads in f16: those of its last group, and its sink tokens.
         parting: after how many tokens the next such text could continue, if these were kept; 0: nothing is missing.
         cached: tokens that are cached of the text, at least `stop`.
+        parts: of the texts that it sees parts of; None: one is not all there.
     """
 
     stop: int
@@ -39,6 +55,7 @@ class CachedStart(NamedTuple):
     firsts: Rows = ()
     parting: int = 0
     cached: int = 0
+    parts: Sequence[PartStart | None] = ()
 
 
 class BlockIndex:
@@ -75,6 +92,21 @@ class BlockIndex:
         blocks, found = np.array(session.shared_blocks, np.int64), session.num_tokens
         return self.start_of(tokens, min(stop, found), space, blocks)._replace(cached=found)
 
+    def hold_part(self, part: Part, space: Any, held: ExitStack, again: bool) -> PartStart | None:
+        """Look the cached text of a part up, and hold it until `held` closes; None: it is not all cached.
+
+        Args:
+            space: its namespace.
+            again: whether it has been looked up before.
+        """
+        count = len(part.tokens)
+        if self.pages.peek(part.tokens, space) < count:
+            return None
+        look_up = self.pages.open_again if again else self.pages.open_session
+        session = held.enter_context(look_up(part.tokens, space))
+        blocks = np.array(session.shared_blocks, np.int64)
+        return PartStart(blocks, count, part.indices) if session.num_tokens == count else None
+
     def start_of(self, tokens: Tokens, stop: int, space: Any, blocks: NDArray[np.int64]) -> CachedStart:
         """The first `stop` tokens in blocks that are held, as far as a text can go on after them.
 
@@ -106,6 +138,8 @@ class BlockIndex:
         """
         if not text.shares:
             return
+        if stop > text.shares_to:
+            stop, ends = text.shares_to, False
         cache, size, cached = self.cache, self.cache.block_size, 0
         full, tokens = stop // size, text.tokens[: stop // size * size]
         with suppress(MemoryError):  # of the system: the blocks are not cached then

@@ -165,14 +165,19 @@ class Budgets:
         return 2 * sum(rest) + max(rest) + len(rest) * pieces
 
 
-def _check_endless(model: Model, limit: int) -> None:
+def expect_turning(model: Model, keyword: str, setting: str, needed_for: str) -> None:
+    """Raise TypeError unless `forward` of a network has a keyword that turns queries to other positions."""
     parameters = inspect.signature(model.forward).parameters
-    if "sink_positions" not in parameters:
+    if keyword not in parameters:
         raise TypeError(
-            f"eviction_policy: expected a network that rotates queries for the sinks (protocols.StreamingModel: "
-            f"forward(..., sink_positions=)) for StreamingLLM, got {type(model).__name__} with "
+            f"{setting}: expected a network that rotates queries for the sinks (protocols.StreamingModel: "
+            f"forward(..., {keyword}=)) for {needed_for}, got {type(model).__name__} with "
             f"forward({', '.join(parameters)})"
         )
+
+
+def _check_endless(model: Model, limit: int) -> None:
+    expect_turning(model, "sink_positions", "eviction_policy", "StreamingLLM")
     positions = model.config.max_position_embeddings
     if limit >= positions:
         raise ValueError(

@@ -224,6 +224,21 @@ class CachedStates:
 
     # -- states leave ---------------------------------------------------------------------------------------
 
+    def leave(self, tokens: Tokens, start: int, space: Hashable, at_once: bool) -> None:
+        """Let the states after more than `start` of these tokens leave before all others, until they are used; or now.
+
+        Those that are held stay.
+        """
+        self._sync()
+        for name in list(self._names(tokens, len(tokens), space)):
+            entry = self._entries.get(name)
+            if entry is None or name[1] <= start:
+                continue
+            if not at_once:
+                self._push(name, entry, (0.0, next(self._numbers)))
+            elif not self._holds[name]:
+                self._forget(name)
+
     def _evict(self) -> bool:
         """Drop the state of the lowest rank that is not held; whether there was one."""
         kept, found = [], False
@@ -249,8 +264,8 @@ class CachedStates:
             if not lengths:
                 del self._lengths[name[0]]
 
-    def _push(self, name: Name, entry: _Entry) -> None:
-        entry.place = self._age + entry.uses * max(1, entry.saved), next(self._numbers)
+    def _push(self, name: Name, entry: _Entry, place: tuple[float, int] | None = None) -> None:
+        entry.place = place or (self._age + entry.uses * max(1, entry.saved), next(self._numbers))
         heapq.heappush(self._ranks, (entry.place, name))
         if len(self._ranks) > 4 * len(self._entries) + 64:
             self._ranks = [(each.place, name) for name, each in self._entries.items()]

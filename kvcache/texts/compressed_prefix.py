@@ -32,13 +32,13 @@ from kvcache.saved.segments import Segments
 from kvcache.saved.snapshot import Snapshot, write_snapshot
 from kvcache.support.arguments import as_index
 from kvcache.support.copies import refuse_copies
+from kvcache.texts.behind import NO_PLACES, space_behind
 
-__all__ = ["CompressedPrefix", "Storing", "is_behind"]
+__all__ = ["CompressedPrefix", "Storing"]
 
 Int64 = NDArray[np.int64]
 Tokens = NDArray[np.uint32]
 Kept = Sequence[Sequence[Int64]]
-_BEHIND = "behind a compressed prefix"
 _FILLING = 2**32 - 1  # no position: fills the last block of a list
 _PAGE = 256  # tokens of the prefix in a page of a file, which has no bytes beside them
 
@@ -89,7 +89,11 @@ class CompressedPrefix:
         whole_nbytes: the bytes of K and V that all tokens took before.
         exact: whether K and V have the bits of this version. What is computed behind them is named by them, so that
             texts behind a prefix of before may be cached and shared.
+        places, parts: see `Behind`; none.
     """
+
+    places: Int64 = NO_PLACES
+    parts: tuple[()] = ()
 
     def __init__(self, model: Model, tokens: Tokens, kept: Kept, whole_bytes: int, storing: Storing) -> None:
         self.tokens, self.whole_nbytes, self._model, self._storing = tokens, whole_bytes, model, storing
@@ -136,7 +140,7 @@ class CompressedPrefix:
 
     def space(self, namespace: Hashable) -> Hashable:
         """The namespace of cached blocks of the texts behind it."""
-        return (_BEHIND, self.name, namespace)
+        return space_behind(self.name, namespace)
 
     def positions(self, layer: int, head: int | None = None) -> Int64:
         """The positions that a KV head of a layer has, ascending, int64 `(m,)`; None: any head.
@@ -281,11 +285,6 @@ class CompressedPrefix:
             f"{type(self).__name__}({self.num_tokens} tokens, {share:.0%} of them in a head on average, "
             f"{self.nbytes} bytes of {self.whole_nbytes})"
         )
-
-
-def is_behind(space: Any) -> bool:
-    """Whether a namespace is one that `CompressedPrefix.space` gives."""
-    return isinstance(space, tuple) and len(space) == 3 and space[0] == _BEHIND
 
 
 def _without_sinks(attention: LayerAttention | None) -> dict[str, Any]:

@@ -10,12 +10,14 @@ import numpy as np
 
 from kvcache.networks.hidden_rows import HiddenRows
 from kvcache.networks.protocols import Attend, Float32, IndexRows, Model, draft_layers, layer_attention
-from kvcache.texts.compressed_prefix import is_behind
+from kvcache.support.arguments import short
+from kvcache.texts.behind import is_behind, name_of_space
 from kvcache.texts.kinds.base import Lens
 from kvcache.texts.pool import Pool
 from kvcache.texts.text import Text
+from kvcache.texts.text_adapter import is_adapted, name_of_adapted
 
-__all__ = ["Forward"]
+__all__ = ["Forward", "expect_own", "is_tied"]
 
 _computed, _base = attrgetter("computed"), attrgetter("base")
 Watch = Callable[[Text, int, Float32], None]
@@ -53,15 +55,15 @@ class Forward:
         return 0 if self.regime_of is None else self.regime_of(num_tokens)
 
     def space_of(self, text: Text) -> Hashable:
-        """The namespace of cached prefixes of a text's regime, behind its compressed prefix."""
-        if text.prefix is not None:
-            return text.prefix.space(text.namespace)
-        return text.namespace if self.regime_of is None else (text.regime, text.namespace)
+        """The namespace of cached prefixes of a text's regime, with its adapter, behind what it stands behind."""
+        name = text.namespace if text.adapter is None else text.adapter.space(text.namespace)
+        own = name if self.regime_of is None else (text.regime, name)
+        return own if text.prefix is None else text.prefix.space(own)
 
     def name_of(self, space: Any) -> Hashable:
         """The caller's name of a namespace of cached prefixes."""
-        name: Hashable = space[2] if is_behind(space) else space if self.regime_of is None else space[1]
-        return name
+        own = name_of_space(space)
+        return name_of_adapted(own if self.regime_of is None else own[1])
 
     def run(self, pieces: Sequence[tuple[Text, int, int]]) -> list[Float32]:
         """Run pieces of one regime and one `head`, `(text, its next tokens, rows of logits)`: those of the last tokens.
@@ -77,6 +79,9 @@ class Forward:
         lens, due = np.array(counts), np.array(wanted_rows)
         stops, ends = lens.cumsum(), due.cumsum()
         positions = np.arange(len(tokens)) + (bases + starts - (stops - lens)).repeat(lens)
+        for text, stop, count in zip(texts, stops, counts, strict=True):
+            if text.prefix is not None and text.computed < len(text.prefix.places):
+                positions[stop - count : stop] = text.places_of(text.computed, count)
         rows = np.arange(ends[-1]) + (stops - ends).repeat(due)
         wanted: Any = rows
         if not len(rows):
@@ -94,6 +99,8 @@ class Forward:
             places = places | {"regime": texts[0].regime}
         if not texts[0].head:
             places = places | {"head": False}
+        if adapted := [each for each in zip(texts, stops.tolist(), counts, strict=True) if each[0].adapter is not None]:
+            places = places | {"adapters": _adapters_of(adapted)}
         hidden = self._hidden(texts, stops - lens) if self._drafts else None
         if hidden is not None:
             places = places | {"hidden": hidden}
@@ -148,6 +155,41 @@ class Forward:
             return call(layer, queries, keys, values, sinks, *(() if index is None else (index,)))
 
         return attend_either
+
+
+def is_tied(space: Any) -> bool:
+    """Whether a namespace of cached prefixes is that of texts behind a compressed prefix, or with an adapter."""
+    inner = space[1] if isinstance(space, tuple) and len(space) == 2 else space  # of a regime
+    return is_behind(space) or is_adapted(inner)
+
+
+def expect_own(namespace: Hashable) -> None:
+    """Raise unless a caller may give this namespace: TypeError without a hash, ValueError for what names a prefix."""
+    hash(namespace)  # raises here rather than in the middle of a step
+    if is_behind(namespace) or is_adapted(namespace):
+        raise ValueError(f"namespace: expected none that a prefix or an adapter names, got {short(namespace)}")
+
+
+def _adapters_of(pieces: Sequence[tuple[Text, int, int]]) -> list[tuple[int, int, Any]]:
+    """The adapters of a pass, as `protocols.Model` takes them.
+
+    Args:
+        pieces: texts, with the end of their rows and the number of these.
+
+    Raises:
+        InvalidOperationError: one is not loaded any more.
+    """
+    found: list[tuple[int, int, Any]] = []
+    for text, stop, count in pieces:
+        if text.adapter is None:
+            continue
+        text.adapter.loaded.expect_loaded()
+        first, prepared = stop - count + max(0, text.adapter.start - text.computed), text.adapter.loaded.prepared
+        if found and found[-1][1:] == (first, prepared):
+            found[-1] = found[-1][0], stop, prepared
+        elif first < stop:
+            found.append((first, stop, prepared))
+    return found
 
 
 def _watched(attend: Attend, watch: Watch, text: Text) -> Attend:

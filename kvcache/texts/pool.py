@@ -23,8 +23,10 @@ from numpy.typing import NDArray
 from kvcache.core.memory import total
 from kvcache.networks.protocols import Attend, Float32, IndexRows
 from kvcache.prefix.prefix_stats import PrefixCacheStats
-from kvcache.texts.block_index import CachedStart
+from kvcache.texts.block_index import CachedStart, PartStart
 from kvcache.texts.kinds.base import Layers, Lens
+from kvcache.texts.kinds.part_sequences import MISSING
+from kvcache.texts.kinds.whole import WholeLayers
 from kvcache.texts.shared_prefixes import Arrived, SharedPrefixes
 from kvcache.texts.text import Text
 
@@ -53,7 +55,7 @@ class Pool:
     def __init__(self, groups: Sequence[Layers], block_size: int, chunk: int = 0) -> None:
         self.groups, self.block_size, self.chunk = tuple(groups), block_size, chunk
         (self.counted,) = (group for group in groups if group.is_counted)
-        self.block_index = self.counted.index
+        self.block_index, self._counted = self.counted.index, self.groups.index(self.counted)
         self._with_pages = [(i, group) for i, group in enumerate(self.groups) if group.reason]
         self.with_pages = tuple(group for _, group in self._with_pages)
         self.shared = SharedPrefixes(self.groups, self.block_index, block_size)
@@ -103,10 +105,10 @@ class Pool:
         text.keep_at = sorted({each for each in (text.num_prompt, *text.parts_at, *partings) if each > found})
         text.moved(seq_id, found, tuple(places))
 
-    def empty(self, seq_id: int) -> tuple[Any, ...]:
-        """Start a sequence without tokens; returns its places."""
+    def empty(self, seq_id: int, parts: Sequence[PartStart] = ()) -> tuple[Any, ...]:
+        """Start a sequence without tokens, which sees `parts`; returns its places."""
         text = Text(np.empty(0, np.uint32))
-        self.begin(text, 0, [CachedStart(0)] * len(self.groups), seq_id)
+        self.begin(text, 0, [CachedStart(0, parts=parts)] * len(self.groups), seq_id)
         return text.places
 
     def fork(self, text: Text, other: Text, computed: int, seq_id: int | None = None) -> None:
@@ -247,6 +249,11 @@ class Pool:
         if place is not text.places[index]:
             text.places = (*text.places[:index], place, *text.places[index + 1 :])
 
+    def release_held(self) -> None:
+        """Let `settle` end the sequences that a call held, which an exception has ended."""
+        for group in self.groups:
+            group.held.clear()
+
     def settle(self, text: Text | None = None) -> bool:
         """Free all sequences but that of a text, which is cut to what was computed; whether no layer has lost it.
 
@@ -270,8 +277,27 @@ class Pool:
             self.block_index.keep(text, stop, ends and self.keeps_states)
         self.keep_pages(text, stop, ends and self.keeps_states)
 
+    def lacking(self, text: Text) -> list[int]:
+        """The numbers of the parts that a text with a sequence is to see and has not."""
+        if text.prefix is None or not text.prefix.parts:
+            return []
+        return [number for number, seq_id in enumerate(text.places[self._counted]) if seq_id == MISSING]
+
+    def give(self, text: Text, number: int, other: Text) -> None:
+        """Give a text the part of this number, whose cached text `other` has run."""
+        assert isinstance(self.counted, WholeLayers), "parts are seen by layers that keep all tokens"
+        assert text.prefix is not None, "it sees parts"
+        self.counted.give_part(text, self._counted, number, text.prefix.parts[number], other.seq_id)
+
+    def keep_whole(self, text: Text) -> None:
+        """Cache all that a text has computed, the block in which it ends too, for others that see parts of it."""
+        if self.block_index is not None:
+            self.block_index.keep(text, text.computed, ends=True)
+
     def keep_pages(self, text: Text, stop: int, ends: bool = False) -> None:
         """Cache what other texts need with the blocks of the index."""
+        if stop > text.shares_to:
+            stop, ends = text.shares_to, False
         for i, group in self._with_pages:
             group.keep(text, i, stop, ends)
 

@@ -15,7 +15,8 @@ from kvcache.support.arguments import as_bytes, as_count, as_instance
 from kvcache.support.exclusions import expect
 from kvcache.support.machine_memory import as_memory
 from kvcache.support.memory_nodes import warn_of_nodes
-from kvcache.texts.budgets import Budgets
+from kvcache.texts.behind import Behind
+from kvcache.texts.budgets import Budgets, expect_turning
 from kvcache.texts.cache_arguments import CacheArguments, Load
 from kvcache.texts.compressed_prefix import CompressedPrefix
 from kvcache.texts.features import features_of
@@ -23,6 +24,7 @@ from kvcache.texts.kinds import KINDS
 from kvcache.texts.kinds.state import page_bytes
 from kvcache.texts.kv_settings import Settings
 from kvcache.texts.pool import Pool
+from kvcache.texts.seen_parts import SeenParts
 from kvcache.texts.storage import Storage, computed_with
 
 __all__ = ["CacheSettings", "Load"]
@@ -81,23 +83,30 @@ class CacheSettings(CacheArguments):
             raise ValueError(f"max_state_bytes: expected 0 or at least {own}, the bytes of a state, got {limit}")
         return replace(self, max_state_bytes=limit)
 
-    def expect(self, prefix: CompressedPrefix | None) -> CompressedPrefix | None:
-        """Check that texts may stand behind a prefix, and return it.
+    def expect(self, prefix: Behind | None, adapter: Any = None) -> Behind | None:
+        """Check that texts, perhaps with an adapter, may stand behind a prefix, and return it.
 
         Raises:
-            TypeError: another kind.
-            ValueError: it is of another network; layers evict, or queries choose tokens.
+            TypeError: another kind; a network that turns no queries to other positions.
+            ValueError: it is of another network; what `EXCLUSIONS` names: layers evict, or queries choose tokens, or
+                the texts have an adapter.
         """
         if prefix is None:
             return None
+        features = self.features | (set() if adapter is None else {"adapter"})
+        if isinstance(prefix, SeenParts):
+            expect("prefix: of parts of cached texts", prefix, features)
+            expect_turning(self.model, "sink_rows", "prefix", "texts that see parts of cached texts")
+            return prefix
         as_instance(prefix, CompressedPrefix, "prefix").expect(self.model)
-        expect("prefix", prefix, self.features)
+        expect("prefix", prefix, features)
         return prefix
 
     @property
     def features(self) -> frozenset[str]:
         """The names of the features that exclude settings, see `kvcache.support.exclusions`."""
         own = set() if self.sparse_tokens is None else {"sparse"}
+        own |= {"residual"} if self.storage.residual_length or self.storage.firsts else set()
         return features_of(self.model) | own | (set() if self.budgets is None else self.budgets.features)
 
     def named(self, network: str | None) -> str:

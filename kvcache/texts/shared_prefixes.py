@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.prefix.prefix_stats import PrefixCacheStats
-from kvcache.texts.block_index import BlockIndex, CachedStart
+from kvcache.texts.behind import name_of_space
+from kvcache.texts.block_index import BlockIndex, CachedStart, PartStart
 from kvcache.texts.kinds.base import Layers
 from kvcache.texts.text import Text, Tokens
 
@@ -44,7 +45,8 @@ class SharedPrefixes:
         if self._index is None or not text.shares:
             return 0
         tokens, space = text.tokens, text.space
-        return self.longest_of(tokens, self._index.longest(tokens, text.num_tokens, space), space)
+        most = min(text.num_tokens, text.shares_to)
+        return self.longest_of(tokens, self._index.longest(tokens, most, space), space)
 
     def longest_of(self, tokens: Tokens, stop: int, space: object) -> int:
         """The longest prefix of at most `stop` tokens, which the index has, that every group has."""
@@ -69,7 +71,7 @@ class SharedPrefixes:
             The number of its tokens, and what each group has of them.
         """
         tokens, space, index = text.tokens[:most], text.space, self._index
-        most = text.num_tokens - 1
+        most = min(text.num_tokens - 1, text.shares_to)
         first = CachedStart(0) if index is None else index.hold(tokens, most, space, held, again)
         if arrived is not None:
             arrived(text, first.cached)
@@ -83,6 +85,7 @@ class SharedPrefixes:
             # Where two texts part, and a group lacks what the next such text needs.
             at = cached - cached % self._block_size
             start = first._replace(parting=at) if stop < at else first
+            start = start._replace(parts=self.hold_parts(text, held, again))
             starts = [group.hold(text.tokens, stop, space, held) if group.reason else start for group in self._groups]
             if None not in starts:
                 if stop < cached and not again:
@@ -90,6 +93,13 @@ class SharedPrefixes:
                     self.gone[lacking.reason] += 1
                     self.gone_tokens += cached - stop
                 return stop, [*filter(None, starts)]
+
+    def hold_parts(self, text: Text, held: ExitStack, again: bool = False) -> Sequence[PartStart | None]:
+        """Hold the parts that a text sees, until `held` closes: those whose cached texts are all there."""
+        parts, own = () if text.prefix is None else text.prefix.parts, name_of_space(text.space)
+        if self._index is None:
+            return [None] * len(parts)
+        return [self._index.hold_part(part, part.space(own), held, again) for part in parts]
 
     def pin(self, text: Text, most: int) -> tuple[int, ExitStack]:
         """Hold the longest prefix of full blocks as `hold` finds it, until the stack is closed; it is not counted.
@@ -104,6 +114,21 @@ class SharedPrefixes:
                 if stop == most:
                     return stop, held.pop_all()
                 most = stop
+
+    def leave(self, text: Text, after: int, at_once: bool) -> tuple[Tokens, int] | None:
+        """Let what a text alone has, behind its first `after` tokens, be evicted before all else; or forget it now.
+
+        Returns:
+            As `PrefixCache.demote`.
+        """
+        if self._index is None or not text.shares:
+            return None
+        pages = self._index.pages
+        found = (pages.discard if at_once else pages.demote)(text.tokens, text.space, after)
+        if found is not None:
+            for group in self._with_pages:
+                group.leave(*found, text.space, at_once)
+        return found
 
     def close_sessions(self) -> None:
         """Release all that is held; for an owner whose calls have ended."""

@@ -9,6 +9,7 @@ logits of the last one give the next token.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable
 from copy import copy
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.texts.behind import Behind, base_of
+
 if TYPE_CHECKING:
-    from kvcache.texts.compressed_prefix import CompressedPrefix
+    from kvcache.texts.text_adapter import TextAdapter
 
 __all__ = ["NO_TOKEN", "Text", "Tokens"]
 
@@ -34,9 +37,11 @@ class Text:
         tokens: those to run; a copy of the caller's.
         namespace: texts share cached blocks within one namespace.
         prefix: it stands behind this one, whose tokens are not among its own; None: it stands alone.
+        adapter: of its tokens; None: they are those of the network itself.
 
     Attributes:
-        base: the position of its first token, behind the prefix.
+        base: the position of its token `i` is `base + i`, but for the `places` of its prefix.
+        least: it has the regime of a text of this many tokens at least: those of the request that it is for.
         num_tokens, num_prompt: tokens so far, and those that it began with.
         seq_id: its sequence in the caches of all groups; -1: it has none.
         computed: tokens whose K and V the groups have.
@@ -53,11 +58,14 @@ class Text:
     shares: bool = True  # whether its first tokens may come from cached blocks, and its blocks be cached
     head: bool = True  # whether its rows are logits; else those behind the last norm
 
-    def __init__(self, tokens: Tokens, namespace: Hashable = None, prefix: CompressedPrefix | None = None) -> None:
-        self.prefix, self.base = prefix, 0 if prefix is None else prefix.num_tokens
+    def __init__(
+        self, tokens: Tokens, namespace: Hashable = None, prefix: Behind | None = None,
+        adapter: TextAdapter | None = None,
+    ) -> None:
+        self.prefix, self.adapter, self.base = prefix, adapter, base_of(prefix)
         self._buffer, self.num_tokens = tokens, len(tokens)
         self.namespace, self.space, self.num_prompt = namespace, namespace, len(tokens)
-        self.seq_id, self.computed, self.regime = -1, 0, 0
+        self.seq_id, self.computed, self.regime, self.least = -1, 0, 0, 0
         self.places: tuple[Any, ...] = ()
         self.keep_at: list[int] = []
         self.parts_at: tuple[int, ...] = ()
@@ -74,6 +82,24 @@ class Text:
     def remaining(self) -> int:
         """Tokens that are to run."""
         return self.num_tokens - self.computed
+
+    @property
+    def shares_to(self) -> int:
+        """How many of its first tokens other texts may have too: those behind an activated adapter are its own."""
+        return sys.maxsize if self.adapter is None else self.adapter.shares_to
+
+    @property
+    def reach(self) -> int:
+        """The number of tokens that decides its regime."""
+        return max(self.base + self.num_tokens, self.least)
+
+    def places_of(self, start: int, count: int) -> NDArray[np.int64]:
+        """The positions of `count` tokens from token `start` on."""
+        positions = np.arange(start, start + count) + self.base
+        if self.prefix is not None and start < len(self.prefix.places):
+            own = self.prefix.places[start : start + count]
+            positions[: len(own)] = own
+        return positions
 
     def next_tokens(self, count: int) -> Tokens:
         """The next `count` tokens to run; behind the last one draft tokens."""

@@ -280,6 +280,29 @@ class TierSource:
         except Exception:
             logger.warning("what a request computed is not offered to the tiers", exc_info=True)
 
+    def seconds_of(self, num_tokens: int) -> float:
+        """The seconds of reading the values of so many tokens from the first tier; 0.0: not measured."""
+        rate, groups = self._links[0].rate.mean, num_tokens // self.format.group_tokens
+        return 0.0 if not rate else (self._links[0].latency.mean or 0.0) + groups * self.format.value_bytes / rate
+
+    def copied(self, name: Hashable, tokens: Tokens) -> bool:
+        """Write the groups of `tokens` that no tier has, however often they were used; whether a tier has each one now.
+
+        One that is queued counts, and so do those whose K and V are not cached. Raises no exception. To be called
+        without the cache's lock.
+        """
+        assert self._cached is not None
+        try:
+            with self._cached.lock:
+                pages = self._cached.index.find(tokens, name).pages
+                stop = min(len(tokens) // self.format.group_tokens, len(pages) // self._pages)
+                tokens = tokens[: stop * self.format.group_tokens]
+                self.write(name, tokens, pages, range(stop), evicted=True)
+            return self._cached.exact and all(self._group(key).sent for key in self._keys(name, tokens)[0][:stop])
+        except Exception:
+            logger.warning("a text is not copied to the tiers", exc_info=True)
+            return False
+
     def write(self, name: Hashable, tokens: Tokens, pages: Int32, groups: Sequence[int], *, evicted: bool) -> None:
         """Queue groups of `tokens`, whose K and V are in `pages`, for the tiers that are to get them."""
         assert self._cached is not None

@@ -73,10 +73,15 @@ class WindowSource(TierSource):
     def spill(self, name: Hashable, tokens: Tokens, pages: Int32) -> None:
         """Nothing: the windows of a text are written when it ends."""
 
-    def ends(self, name: Hashable, tokens: Tokens, pages: Callable[[PrefixIndex], dict[int, int]]) -> None:
+    def ends(
+        self, name: Hashable, tokens: Tokens, pages: Callable[[PrefixIndex], dict[int, int]], *, once: bool = False
+    ) -> None:
         """Write the pages of a text that `pages(index)` returns, with the cache's lock held, by their number in it.
 
         Raises no exception.
+
+        Args:
+            once: write them after a single use too.
         """
         assert self._cached is not None
         try:
@@ -85,7 +90,7 @@ class WindowSource(TierSource):
                     blocks = np.full(max(found) + 1, -1, np.int32)
                     blocks[list(found)] = list(found.values())
                     size = self.format.group_tokens
-                    self.write(name, tokens[: len(blocks) * size], blocks, sorted(found), evicted=False)
+                    self.write(name, tokens[: len(blocks) * size], blocks, sorted(found), evicted=once)
         except Exception:
             logger.warning("the windows of a request are not offered to the tiers", exc_info=True)
 

@@ -106,4 +106,5 @@ cdef class NodeTable:
     cdef bint mark(self, int32_t id, bint marked) noexcept nogil
     cdef double rank(self, int32_t id) noexcept nogil    # of `policy`
     cdef void stamp_path(self, int32_t id) noexcept nogil
+    cdef void sink(self, int32_t top) noexcept nogil
     cdef void list_leaf(self, int32_t id) noexcept nogil

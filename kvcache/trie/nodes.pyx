@@ -325,6 +325,19 @@ cdef class NodeTable:
             id = self.nodes[id].parent
         self.list_leaf(leaf)
 
+    cdef void sink(self, int32_t top) noexcept nogil:
+        """Stamp `top` and all below it as never used, `top` as the oldest child of its parent."""
+        cdef int32_t id = top, last = top
+        while id >= 0:
+            self.nodes[id].stamp = self.nodes[id].uses = 0
+            self.list_leaf(id)
+            id = node_after(self.nodes, id, top)
+        while self.nodes[last].next >= 0:
+            last = self.nodes[last].next
+        if last != top:
+            self.delist(top)
+            self.nodes[top].prev, self.nodes[top].next, self.nodes[last].next = last, -1, top
+
 
 cdef inline Py_ssize_t text_size(Py_ssize_t page_size, Py_ssize_t begin, Py_ssize_t capacity) noexcept nogil:
     """Bytes of a text for `capacity` tokens from depth `begin` on, with the values of the pages that end there."""

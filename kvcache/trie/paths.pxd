@@ -34,3 +34,7 @@ cdef int32_t at_depth(NodeTable table, int32_t id, Py_ssize_t depth) except -1 n
 cdef Py_ssize_t prune(NodeTable table, int32_t id, int32_t* out) noexcept nogil
 # All values below `top` into out; returns how many.
 cdef Py_ssize_t collect(NodeTable table, int32_t top, int32_t* out) noexcept nogil
+# Of a walk along (n,) tokens: the highest node of which all below belongs to that text alone; -1: there is none. What alone
+# continues the text counts as its own, and so do leaves of a page in which a text has ended. The first `keep` tokens, of
+# full pages, do not count. `low` gets the last node of the text.
+cdef int32_t own(NodeTable table, walk_t at, Py_ssize_t n, Py_ssize_t keep, int32_t* low) except -2

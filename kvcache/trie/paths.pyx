@@ -5,6 +5,8 @@ from libc.string cimport memcmp, memcpy
 
 from kvcache.trie.nodes cimport NodeTable, node_after, node_t
 
+cdef uint32_t FILLER = 0xFFFFFFFF    # behind the end of a text in its last page; no vocabulary has it
+
 
 cdef inline Py_ssize_t common_prefix(const uint32_t* a, const uint32_t* b, Py_ssize_t n) noexcept nogil:
     """Tokens before the first difference. memcmp compares equal stretches at the speed of memory."""
@@ -137,6 +139,54 @@ cdef Py_ssize_t prune(NodeTable table, int32_t id, int32_t* out) noexcept nogil:
     table.list_leaf(id)
     table.shrink(id, 1, out + freed)
     return freed + 1
+
+
+cdef inline bint ends_text(NodeTable table, int32_t id) noexcept nogil:
+    """Whether a node is the page in which a text ends with fewer tokens, behind which there are fillers."""
+    cdef const node_t* node = &table.nodes[id]
+    cdef int32_t size = node.end - node.begin
+    return node.child < 0 and size <= table.page_size and table.tokens(id)[size - 1] == FILLER
+
+
+cdef int32_t only_child(NodeTable table, int32_t id) noexcept nogil:
+    """The child of a node beside the ends of texts; -1: there is none, -2: there are several."""
+    cdef int32_t child = table.nodes[id].child, found = -1
+    while child >= 0:
+        if not ends_text(table, child):
+            if found >= 0:
+                return -2
+            found = child
+        child = table.nodes[child].next
+    return found
+
+
+cdef int32_t own(NodeTable table, walk_t at, Py_ssize_t n, Py_ssize_t keep, int32_t* low) except -2:
+    cdef int32_t id = at.node, child, top, upper
+    cdef const node_t* node = &table.nodes[id]
+    if node.parent < 0:
+        return -1
+    if at.length < n and at.length < node.end and table.tokens(id)[at.length - node.begin] != FILLER:
+        return -1    # it is another text that goes on here
+    child = only_child(table, id)
+    while child != -1:
+        if child == -2 or at.length < n:
+            return -1
+        id, child = child, only_child(table, child)
+    low[0] = top = id
+    upper = table.nodes[top].parent
+    while table.nodes[upper].parent >= 0:
+        child = only_child(table, upper)
+        if child != top and child != -1:
+            break
+        top, upper = upper, table.nodes[upper].parent
+    if keep > table.nodes[top].begin:
+        if keep >= table.nodes[id].end:
+            return -1
+        upper = at_depth(table, id, keep)
+        top = id
+        while table.nodes[top].parent != upper:
+            top = table.nodes[top].parent
+    return top
 
 
 cdef Py_ssize_t collect(NodeTable table, int32_t top, int32_t* out) noexcept nogil:

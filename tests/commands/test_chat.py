@@ -16,6 +16,7 @@ import time
 
 import pytest
 from chat_folders import chat_folder
+from peft_folders import modules_of, write_adapter
 from places import search_path
 
 from kvcache import InferenceEngine, SamplingParams
@@ -51,6 +52,19 @@ def talk(folder, lines, *options):
         command(folder, *options), input=lines, capture_output=True, text=True, env=ENVIRONMENT, check=False,
         timeout=PATIENCE,
     )
+
+
+def test_an_adapter_of_all_answers(folder, tmp_path):
+    adapter = write_adapter(tmp_path / "a", modules_of(folder), lora_alpha=12)
+    said = talk(folder, "def f\nreturn\n", "--adapter", adapter, "--max-tokens", 6)
+    assert said.returncode == 0, said.stderr
+    engine, messages = InferenceEngine.from_pretrained(folder, adapters={"x": str(adapter)}), []
+    for question in ("def f", "return"):
+        messages.append({"role": "user", "content": question})
+        answer = "".join(engine.chat(messages, max_tokens=6, temperature=0.0, adapter="x"))
+        assert answer.strip() in said.stdout
+        messages.append({"role": "assistant", "content": answer})
+    assert answer.strip() not in talk(folder, "def f\nreturn\n", "--max-tokens", 6).stdout
 
 
 def reports(text):

@@ -11,6 +11,7 @@ import sys
 import pytest
 from chat_folders import chat_folder
 from gguf_files import ARRAY, STRING, convert
+from peft_folders import modules_of, write_adapter
 from places import GOLDEN, search_path
 
 from kvcache import InferenceEngine
@@ -38,6 +39,26 @@ def test_generate(capsys):
     assert code == 0
     assert out.startswith("import ")
     assert len(out) > len("import \n")
+
+
+def test_generate_with_an_adapter(capsys, tmp_path):
+    adapter = str(write_adapter(tmp_path / "a", modules_of(DIRECTORY), lora_alpha=12))
+    options = ["generate", "--model", str(DIRECTORY), "--prompt", "import ", "--max-tokens", "8", "--temperature", "0"]
+    texts = []
+    for more in ([], ["--adapter", adapter]):
+        assert main([*options, *more]) == 0
+        texts.append(capsys.readouterr().out)
+    engine = InferenceEngine.from_pretrained(DIRECTORY, adapters={"x": adapter})
+    assert texts == [
+        f"import {engine.complete('import ', max_tokens=8, temperature=0.0, adapter=name).text}\n"
+        for name in (None, "x")
+    ]
+    assert texts[0] != texts[1]
+    error = one_line(capsys, main([*options, "--adapter", str(tmp_path / "none")]))
+    assert error.startswith("kvcache: --adapter: expected a local checkpoint directory with adapter_config.json")
+    write_adapter(tmp_path / "a", modules_of("llama"))
+    error = one_line(capsys, main([*options, "--adapter", adapter]))
+    assert "adapter_model.safetensors: model.layers." in error
 
 
 def test_generate_with_a_gguf_file(capsys, tmp_path):

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 from event_reader import Reader
+from peft_folders import modules_of, write_adapter
 from places import PROJECT
 
 from kvcache.__main__ import main
@@ -74,6 +75,10 @@ def test_what_the_command_refuses(capsys, monkeypatch):
         (["--kv-events", "5557"], "--kv-events: expected an address such as tcp://127.0.0.1:5557, got '5557'"),
         (["--kv-events", "tcp://127.0.0.1:*", "--kv-events-replay", "x"], "--kv-events-replay: expected an address"),
         (["--kv-events", "tcp://127.0.0.1:*", "--kv-events-rank", "-1"], "--kv-events-rank: expected an int >= 0"),
+        (["--adapter", "x"], "--adapter: expected NAME=PATH, each name once, got 'x'"),
+        (["--adapter", "=x"], "--adapter: expected NAME=PATH, each name once, got '=x'"),
+        (["--adapter", "x=nowhere"], "--adapter: expected a local checkpoint directory with adapter_config.json"),
+        (["--adapter-folder", "nowhere"], "--adapter-folder: expected a folder, got none at nowhere"),
         (["--kv-events-topic", "x"], "--kv-events-topic: expected --kv-events beside it, got 'x'"),
     ):
         assert main(["serve", "--model", "nowhere", *arguments]) == 2, "before the model is looked for"
@@ -178,6 +183,22 @@ def test_tables_of_models_in_a_file(tmp_path, capsys):
         assert said == f"kvcache: --config: expected a table [[model]] for each model, got {got}\n"
 
 
+def test_names_of_adapters(tmp_path, capsys, monkeypatch):
+    adapter = write_adapter(tmp_path / "a", modules_of(DIRECTORY, ("q_proj",)))
+    monkeypatch.chdir(tmp_path)
+    for options, message in (
+        (["--adapter", "x=a", "--adapter", "x=a"], "--adapter: expected NAME=PATH, each name once, got 'x=a'"),
+        (["--adapter", "m=a", "--name", "m"], "--adapter: expected another name than the model's, got 'm'"),
+        (["--adapter", "m=a", "--served-name", "m"], "--adapter: expected another name than the model's, got 'm'"),
+        (["--adapter", " =a"], "--adapter: expected a name of 1 to 200 characters"),
+    ):
+        assert main(["serve", "--port", "0", *options]) == 2
+        assert message in capsys.readouterr().err
+    write_adapter(adapter, modules_of(DIRECTORY, ("q_proj",)), use_dora=True)
+    assert main(["serve", "--port", "0", "--adapter", "x=a"]) == 2
+    assert "use_dora: expected none, since it is not supported, got True" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs tomllib")
 def test_faults_of_models_that_load_later(tmp_path, capsys):
     """They are found at the start, before the first one loads."""
@@ -189,6 +210,9 @@ def test_faults_of_models_that_load_later(tmp_path, capsys):
         ("", 'chat_template = "nowhere"', "nowhere"), ("", 'dtype = "q9"', "dtype: expected one of "),
         ("max_loaded = 1", "preload = true", "max_loaded: expected 2 at least, of models that load at the start"),
         ("max_loaded = 1", "pin = true", "max_loaded: expected 2 at least, of "),
+        ("", 'adapter = ["x=nowhere"]', "adapter: expected a local checkpoint directory"),
+        ("", 'adapter = "x"', "adapter: expected a list of texts"),
+        ('adapter = ["x=nowhere"]', "", "in the tables [[model]] alone, got another"),
         ('kv_events = "tcp://127.0.0.1:5557"', "", "kv_events: expected an address for each model, got "),
     ):
         first = 'preload = true' if "preload" in own else ""

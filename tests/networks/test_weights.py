@@ -97,7 +97,7 @@ def test_an_adapter_is_no_network(checkpoint):
     save()
     adapter = {"peft_type": "LORA", "base_model_name_or_path": "meta-llama/Llama-3.1-8B"}
     (folder / "adapter_config.json").write_text(json.dumps(adapter))
-    message = r"adapter_config\.json: expected a network alone, got an adapter for 'meta-llama/Llama-3\.1-8B': merge it"
+    message = r"adapter_config\.json: expected a network alone, got an adapter for 'meta-llama/Llama-3\.1-8B': load its"
     for call in (Transformer.from_pretrained, InferenceEngine.from_pretrained):
         with pytest.raises(CheckpointError, match=message):
             call(folder)

@@ -184,6 +184,52 @@ class IndexMachine(RuleBasedStateMachine):
         self.claims.append((evicted, evicted.pages.tolist(), None))
         self.evicted += len(evicted)
 
+    def own(self, name, tokens, after):
+        """The pages that one text has alone, the first one at first: of a tree of pages, what hangs on no fork."""
+        def below(text):
+            return [page for page in self.page_of if page[0] == name and page[1][:-SIZE] == text]
+
+        end = 0
+        while (name, tokens[: end + SIZE]) in self.page_of and end + SIZE <= len(tokens):
+            end += SIZE
+        text = tokens[:end]
+        if not text:
+            return []
+        while following := below(text):  # what alone continues it
+            if len(following) > 1 or following[0][1][: len(tokens)] != tokens:
+                return []
+            text = following[0][1]
+        found = []
+        while text and len(text) - SIZE >= after and (not found or len(below(text)) == 1):
+            found.insert(0, (name, text))
+            text = text[:-SIZE]
+        return found
+
+    @rule(name=NAMES, tokens=TEXT, after=st.integers(0, 5))
+    def demote(self, name, tokens, after):
+        own, got = self.own(name, tokens, after), self.index.demote(tokens, name, after)
+        assert (got is None) == (not own)
+        if got is not None:
+            assert (tuple(got[0].tolist()), got[1]) == (own[-1][1], len(own[0][1]) - SIZE)
+            self.used |= dict.fromkeys(own, 0)
+            self.uses |= dict.fromkeys(own, 0)
+
+    @rule(name=NAMES, tokens=TEXT, after=st.integers(0, 5))
+    def discard(self, name, tokens, after):
+        own, got = self.own(name, tokens, after), self.index.discard(tokens, name, after)
+        assert (got is None) == (not own)
+        if got is None:
+            return
+        text, begin, claim = got
+        assert (tuple(text.tolist()), begin) == (own[-1][1], len(own[0][1]) - SIZE)
+        gone = []
+        for page in reversed(own):
+            if self.needed(page):
+                break
+            gone.insert(0, self.leave(page))
+        assert claim.pages.tolist() == gone
+        self.claims.append((claim, gone, None))
+
     @precondition(lambda self: len(self.page_of) > 4)
     @rule()
     def clear(self):

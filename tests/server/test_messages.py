@@ -6,6 +6,7 @@ import anthropic
 import pytest
 from http_servers import MODEL, SAID, SCHEMA, TALK, Served, answer, post, tiny_file, tools_template
 
+from kvcache.engine.edits import CLEARED
 from kvcache.server.fingerprints import Fingerprints
 
 pytestmark = pytest.mark.one_build
@@ -187,6 +188,13 @@ def test_thinking_and_tools_of_the_client(served):
         ({"mcp_servers": [{}]}, 400, "mcp_servers: expected none"),
         ({"stop_sequences": ["x"] * 17}, 400, "stop_sequences: expected at most 16"),
         ({"temperature": "x"}, 400, "temperature"),
+        ({"context_management": []}, 400, "context_management: expected a dict, got list"),
+        ({"context_management": {"edit": []}}, 400, "context_management: expected edits alone, got edit"),
+        ({"context_management": {"edits": [{"type": "x"}]}}, 400, "context_management.edits[0].type: expected clear_"),
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919", "keep": 3}]}},
+            400, "context_management.edits[0].keep: expected a dict, got int",
+        ),
     ],
 )
 def test_errors_have_the_form_of_the_interface(served, more, status, says):
@@ -208,6 +216,96 @@ def test_an_error_in_a_stream(served):
             list(client_of(served).messages.create(**asked(stream=True)))
     finally:
         served.network.error = None
+
+
+USES = [
+    *TALK,
+    *(
+        message for i in range(3) for message in (
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": f"hm {i}", "signature": "s"},
+                {"type": "tool_use", "id": f"t{i}", "name": "weather", "input": {"city": f"K{i}"}},
+            ]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": f"t{i}", "content": [{"type": "text", "text": f"{i}" * 50}]}
+            ]},
+        )
+    ),
+]
+EDITS = {"edits": [
+    {"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}},
+    {"type": "clear_tool_uses_20250919", "trigger": {"type": "tool_uses", "value": 2},
+     "keep": {"type": "tool_uses", "value": 1}},
+]}
+
+
+def by_hand(messages, numbers):
+    """A conversation in which the client has put the placeholder in the place of some results."""
+    found = [{**each} for each in messages]
+    for number in numbers:
+        place = 2 * number + 2
+        found[place]["content"] = [{"type": "tool_result", "tool_use_id": f"t{number}", "content": CLEARED}]
+    return found
+
+
+def test_results_are_cleared_as_the_body_asks(served):
+    """The prompt is that of the conversation with the placeholder; the answer tells what was cleared."""
+    client = client_of(served).beta.messages
+    tokens = {
+        name: client.count_tokens(model=MODEL, messages=messages).input_tokens
+        for name, messages in (("all", USES), ("some", by_hand(USES, [0, 1])))
+    }
+    counted = client.count_tokens(model=MODEL, messages=USES, context_management=EDITS)
+    assert counted.input_tokens == tokens["some"]
+    assert counted.context_management.original_input_tokens == tokens["all"]
+    lost = tokens["all"] - tokens["some"]
+    gone = {"type": "clear_tool_uses_20250919", "cleared_tool_uses": 2, "cleared_input_tokens": lost}
+    given = asked(tools=anthropic.omit, messages=USES, max_tokens=4, betas=["context-management-2025-06-27"])
+    whole = client.create(**given, context_management=EDITS)
+    assert whole.model_dump()["context_management"] == {"applied_edits": [gone]}
+    used = whole.usage
+    assert used.input_tokens + used.cache_read_input_tokens + used.cache_creation_input_tokens == tokens["some"]
+    events = [*client.create(**given, context_management=EDITS, stream=True)]
+    deltas = [each.context_management for each in events if each.type == "message_delta"]
+    assert [each.model_dump() for each in deltas] == [{"applied_edits": [gone]}]
+    # the request of the edited text finds all of that prompt, but for its last tokens
+    same = client.create(**asked(tools=anthropic.omit, messages=by_hand(USES, [0, 1]), max_tokens=4))
+    assert same.usage.cache_read_input_tokens >= tokens["some"] - 17
+    assert same.context_management is None
+    nothing = client.create(**given, context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
+    assert nothing.model_dump()["context_management"] == {"applied_edits": []}
+    # chat completions have the field too
+    talk = [*TALK, *(
+        message for i in range(3) for message in (
+            {"role": "assistant", "content": None, "reasoning_content": f"hm {i}", "tool_calls": [
+                {"id": f"t{i}", "type": "function", "function": {"name": "weather", "arguments": f'{{"city": "K{i}"}}'}}
+            ]},
+            {"role": "tool", "tool_call_id": f"t{i}", "content": f"{i}" * 50},
+        )
+    )]
+    create = served.client().chat.completions.create
+    given = {"model": MODEL, "messages": talk, "max_tokens": 2}
+    got = create(**given, extra_body={"context_management": EDITS})
+    assert got.usage.prompt_tokens == tokens["some"]
+    assert got.model_extra["context_management"] == {"applied_edits": [gone]}
+    first = next(iter(create(**given, stream=True, extra_body={"context_management": EDITS})))
+    assert first.model_extra["context_management"] == {"applied_edits": [gone]}
+
+
+def test_what_is_too_long_may_fit_after_its_edits(served):
+    """Marks of caches and partings of prompts are those of the text that is left."""
+    client = client_of(served).beta.messages
+    long = [{**each} for each in USES]
+    long[2] = {"role": "user", "content": [
+        {"type": "tool_result", "tool_use_id": "t0", "content": "x" * 3000, "cache_control": {"type": "ephemeral"}}
+    ]}
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+        client.create(**asked(tools=anthropic.omit, messages=long, max_tokens=1))
+    got = client.create(**asked(tools=anthropic.omit, messages=long, max_tokens=1), context_management=EDITS)
+    assert got.context_management.applied_edits[0].cleared_input_tokens > 2900
+    many = EDITS["edits"][1] | {"clear_at_least": {"type": "input_tokens", "value": 10_000}}
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+        client.create(**asked(tools=anthropic.omit, messages=long, max_tokens=1), context_management={"edits": [many]})
 
 
 def test_keys_of_either_header(tmp_path):

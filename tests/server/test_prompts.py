@@ -114,7 +114,7 @@ def test_a_network_with_a_state_needs_two_texts_more(model):
     asked = []
     found = calls_of(lambda: asked.append(stateful.complete(CHAT, None, chat=True)))
     assert (found["apply_chat_template"], found["encoded_with_ends"], found["encoded"]) == (3, 1, 0)
-    ((tokens, parts, kept),) = asked[0].prompts
+    ((tokens, parts, kept, *_),) = asked[0].prompts
     assert kept is None
     assert parts == engine.chat_parts(CHAT["messages"], tokens.tolist())
     assert [engine.tokenizer.decode(tokens[:place]) for place in parts] == [

@@ -1,7 +1,8 @@
 """Prompts that clients ask to stay cached, and those that are run for that alone."""
 
 import json
-from urllib.request import urlopen
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import anthropic
 import openai
@@ -155,3 +156,148 @@ def test_times():
     for ttl in ("0s", "30", "1d", "25h", "-1s", "99999h", " 1s"):
         with pytest.raises(ValueError, match="x: expected a ttl such as 30m, up to 24h, got"):
             cache_options({"ttl": ttl}, "x")
+
+
+# -- hints without a request ------------------------------------------------------------------------------------------
+
+
+def hinted(served, body, headers=None):
+    """The status of a body of hints, and its answer."""
+    request = Request(
+        served.url + "/cache/hints", json.dumps({"model": MODEL} | body).encode(),
+        {"content-type": "application/json"} | (headers or {}),
+    )
+    try:
+        with urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def envelope(*actions):
+    return {"kv_hints": {"protocol_version": "0.1", "message_id": "m1", "actions": [
+        {"action_id": str(i), "action_type": kind, "action_version": "1.0", "payload": payload}
+        for i, (kind, payload) in enumerate(actions)
+    ]}}
+
+
+def found(served, body, *actions):
+    """What the answer says of each action: what it is, whether it was accepted, and its tokens."""
+    status, answer = hinted(served, body | envelope(*actions))
+    assert (status, answer["object"], answer["model"], answer["message_id"]) == (200, "cache.hints", MODEL, "m1"), answer
+    assert [each["action_id"] for each in answer["results"]] == [str(i) for i in range(len(actions))]
+    return [(each["action_type"], each["status"], each["tokens"], each["tokens_found"]) for each in answer["results"]]
+
+
+def test_hints_about_a_conversation(served):
+    """The text is that of the request with the same body, whichever interface it has."""
+    system, said = [{"role": "system", "content": "S" * 90}], [{"role": "user", "content": "A" * 200}]
+    talk = [*system, *said]
+    bodies = {
+        "/chat/completions": {"messages": talk}, "/completions": {"prompt": "P" * 150},
+        "/responses": {"input": "I" * 150, "instructions": "S" * 60},
+        "/messages": {"system": "S" * 70, "messages": said, "endpoint": "/v1/messages"},
+    }
+    for path, body in bodies.items():
+        ((_, status, count, cached),) = found(served, body, ("pin", {}))
+        assert status == ("accepted" if cached else "missing")
+        assert cached < count - 32, path  # texts before it begin alike
+        asked = {"model": MODEL, "max_tokens": 1} | {key: body[key] for key in body if key != "endpoint"}
+        asked |= {"max_output_tokens": asked.pop("max_tokens")} if path == "/responses" else {}
+        request = Request(served.url + path, json.dumps(asked).encode(), {"content-type": "application/json"})
+        with urlopen(request, timeout=60):
+            pass
+        ((kind, status, again, cached),) = found(served, body, ("kv.demote", {}))
+        assert (kind, status, again, cached) == ("demote", "accepted", count, count // 16 * 16), path
+    body = bodies["/chat/completions"]
+    kept = found(served, body, ("pin", {"ttl": "10m"}), ("prefetch", {"resume_in": 1.5, "ttl": 60}))
+    assert [each[1] for each in kept] == ["accepted"] * 2
+    assert stops(served) == [(kept[0][2] // 16 * 16, 600.0)]
+    ((_, status, count, cached),) = found(served, body, ("release", {"after": 40}))
+    assert (status, cached) == ("accepted", count // 16 * 16)
+    assert found(served, body, ("pin", {"ttl": 1}))[0][3] in range(40, 112)
+    assert found(served, body | {"cache_salt": "x"}, ("pin", {}))[0][1] == "missing"
+    with urlopen(served.url.removesuffix("/v1") + "/metrics") as page:
+        assert f'kvcache_hints_total{{model="{MODEL}"}} 13\n' in page.read().decode()
+
+
+def test_hints_about_branches(served):
+    """A head stays for its branches; one that has ended leaves it and the others."""
+    head = [{"role": "user", "content": "H" * 120}]
+    one, other = ([{"role": "assistant", "content": "x"}, {"role": "user", "content": c * 200}] for c in "BC")
+    for branch in (one, other):
+        served.client().chat.completions.create(model=MODEL, messages=[*head, *branch], max_tokens=1)
+    body = {"messages": head, "branches": [one, other]}
+    ((_, status, count, cached),) = found(served, body, ("share", {"ttl": "2m"}))
+    assert (status, cached) == ("accepted", count)
+    assert count == common(served, [*head, *one], [*head, *other])
+    assert stops(served) == [(count // 16 * 16, 120.0)]
+    ((_, _, _, cached),) = found(served, {"messages": head, "branches": [one]}, ("release", {}))
+    assert cached > 300
+    assert found(served, {"messages": [*head, *one]}, ("pin", {"ttl": 1}))[0][3] < count + 16
+    assert found(served, {"messages": [*head, *other]}, ("pin", {"ttl": 1}))[0][3] > 300
+    assert stops(served)[0] == (count // 16 * 16, 120.0)
+
+
+def test_hints_of_dynamo(served):
+    """Its hints about requests change nothing here, but for the text that is to run ahead."""
+    talk = {"messages": [{"role": "user", "content": LONG}]}
+    status, answer = hinted(served, talk | {"nvext": {
+        "agent_hints": {"priority": 5, "osl": 90, "latency_sensitivity": 0.5, "speculative_prefill": True},
+        "cache_control": {"type": "ephemeral", "ttl": "3m"},
+    }})
+    assert status == 200
+    assert [each["action_type"] for each in answer["results"]] == ["pin", "speculative_prefill"]
+    assert [each["status"] for each in answer["results"]] == ["missing", "accepted"]
+    got = served.client().chat.completions.create(model=MODEL, **talk, max_tokens=1)
+    assert got.usage.prompt_tokens_details.cached_tokens > 100
+    assert [seconds for _, seconds in stops(served)] == [60.0]
+
+
+TALKED = {"messages": [{"role": "user", "content": "a text"}]}
+
+
+def test_hints_that_are_refused(served):
+    """Nothing has changed then: not by an action before the wrong one either."""
+    pin = envelope(("pin", {"ttl": 9}))
+    for body, message in (
+        (pin, "messages: expected messages, input or a prompt, got none"),
+        (TALKED, "kv_hints: expected 1 to 16 actions, got 0"),
+        (TALKED | envelope(*[("pin", {})] * 17), "kv_hints: expected 1 to 16 actions, got 17"),
+        (TALKED | {"kv_hints": []}, "kv_hints: expected "),
+        (TALKED | {"kv_hints": {"actions": [5]}}, "kv_hints.actions: expected "),
+        (TALKED | envelope(("drop", {})), "kv_hints.actions.action_type: expected one of demote, pin, prefetch"),
+        (TALKED | envelope(("pin", {}), ("release", {"ttl": 3})), "kv_hints.actions.payload: expected after for release"),
+        (TALKED | envelope(("pin", {"ttl": "5 min"})), "kv_hints.actions.payload.ttl: expected a ttl such as 30m"),
+        (TALKED | envelope(("pin", {"ttl": -1})), "kv_hints.actions.payload.ttl: expected "),
+        (TALKED | envelope(("pin", {"ttl": 9e9})), "ttl: expected "),
+        (TALKED | envelope(("demote", {"after": 1.5})), "kv_hints.actions.payload.after: expected an int"),
+        (TALKED | envelope(("pin", {}), ("share", {})), "branches: expected several for share, got 1 text"),
+        (TALKED | pin | {"branches": []}, "branches: expected 1 to 16 lists of messages, got 0"),
+        (TALKED | pin | {"branches": ["x"]}, "branches: expected "),
+        ({"prompt": "p", "branches": [["x"]]} | pin, "branches: expected a list of messages before them, got 'p'"),
+        ({"prompt": ["p"] * 70} | pin, "prompts: expected 1 to 64 for pin, got 70"),
+        (TALKED | pin | {"endpoint": "/v1/embeddings"}, "endpoint: expected one of /v1/completions, /v1/responses"),
+        (TALKED | pin | {"session_id": "s"}, "session_id: expected none, since it is not supported"),
+        ({"input": "x", "previous_response_id": "resp_1"} | pin, "previous_response_id: expected none"),
+        (TALKED | {"nvext": {"cache_control": {"ttl": "x"}}}, "nvext.cache_control: expected a ttl"),
+        (TALKED | {"nvext": {"agent_hints": {"speculative_prefill": 1}}}, "nvext.agent_hints.speculative_prefill: expected"),
+        (TALKED | pin | {"model": "other"}, "model: expected"),
+    ):
+        status, answer = hinted(served, body)
+        assert status in (400, 404), body
+        assert answer["error"]["message"].startswith(message), answer
+    assert served.engine.stats().hints == 0
+
+
+def test_hints_of_keys(tmp_path):
+    """A key's hints are about its own texts; one that nobody knows gives none."""
+    with Served(tiny_file(tmp_path), keys={"one": "a", "two": "b"}) as made:
+        made.client(key="one").completions.create(model=MODEL, prompt="K" * 100, max_tokens=1)
+        for key, wanted in (("one", "accepted"), ("two", "missing")):
+            _, answer = hinted(made, {"prompt": "K" * 100} | envelope(("pin", {})), {"authorization": f"Bearer {key}"})
+            assert answer["results"][0]["status"] == wanted
+        assert hinted(made, {"prompt": "K"} | envelope(("pin", {})), {"authorization": "Bearer no"})[0] == 401
+        assert set(made.engine.namespace_stats()) == {"a"}
+        assert made.engine.namespace_stats()["a"].pinned_tokens == 96

@@ -9,6 +9,7 @@ from urllib.request import urlopen
 import openai
 import pytest
 from http_servers import MODEL, Served, fetched, tiny_file
+from peft_folders import modules_of, write_adapter
 
 from kvcache import BatchEngine, InferenceEngine
 from kvcache.__main__ import main
@@ -124,8 +125,9 @@ def test_tables_of_models(tmp_path):
     file.write_text(
         f'dtype = "q4"\nport = 1\nmax-tokens = 3\n[[model]]\npath = {str(DIRECTORY)!r}\nname = "one"\naliases = ["m"]\n'
         f'dtype = "q8"\nnum-blocks = 20\n[[model]]\npath = {str(DIRECTORY)!r}\nname = "two"\nmax-tokens = 5\n'
-        "temperature = 0.0\ncontext = 640\n"
+        f"temperature = 0.0\ncontext = 640\nadapter = ['x={tmp_path / 'a'}']\n"
     )
+    write_adapter(tmp_path / "a", modules_of(DIRECTORY, ("q_proj",)))
     command = [sys.executable, "-m", "kvcache", "serve", "--port", "0", "--config", str(file), "--top-k", "7"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -133,8 +135,8 @@ def test_tables_of_models(tmp_path):
             assert line.startswith("one, two at http://127.0.0.1:")
             url = line.rpartition("/v1")[0].partition(" at ")[2]
             client = openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
-            assert [each.id for each in client.models.list()] == ["one", "m", "two"]
-            for name, most in (("m", 3), ("two", 5)):
+            assert [each.id for each in client.models.list()] == ["one", "m", "two", "x"]
+            for name, most in (("m", 3), ("two", 5), ("x", 5)):
                 assert client.completions.create(model=name, prompt="def ").usage.completion_tokens == most
             metrics = urlopen(f"{url}/metrics", timeout=60).read().decode().splitlines()
         finally:

@@ -19,7 +19,9 @@ from kvcache.server.body_parts import BodyParts
 from kvcache.server.served_model import ServedModel
 
 MODEL = "tiny"
-OF_A_MODEL = ("aliases", "plain_special_tokens", "tool_parser", "pooling", "reranker", "max_vectors")
+OF_A_MODEL = (
+    "adapters", "aliases", "plain_special_tokens", "tool_parser", "pooling", "reranker", "max_vectors", "edit_masks",
+)
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}assistant:"
 
 
@@ -106,6 +108,7 @@ class Gated:
     def __init__(self, network):
         self.network, self.config = network, network.config
         self.gives_hidden, self.attention = getattr(network, "gives_hidden", False), network.attention
+        self.prepare_adapter = network.prepare_adapter
         self.closed, self.permits, self.waiting = False, threading.Semaphore(0), threading.Event()
         self.error = self.follow = None
 

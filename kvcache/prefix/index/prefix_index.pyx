@@ -21,7 +21,7 @@ from kvcache.prefix.index.slots cimport Claim, Slots
 from kvcache.support.token_ids cimport int32s, uint32_tokens, uint32s
 from kvcache.trie.entries cimport EntryTrie
 from kvcache.trie.nodes cimport NodeTable, node_after, node_t
-from kvcache.trie.paths cimport prune, walk_t
+from kvcache.trie.paths cimport own, prune, walk_t
 from kvcache.trie.trie cimport TokenTrie
 
 from collections import namedtuple
@@ -327,6 +327,65 @@ cdef class PrefixIndex:
             self.miss_reasons.remember(self.current.key, claim.data.pages[i])
         self.unname_claimed(claim)
         return claim
+
+    cdef int32_t own(self, tokens, name, Py_ssize_t after, int32_t *low) except -2:
+        """The node of which all below belongs to one text behind its first `after` tokens, see trie/paths.pxd."""
+        cdef cnp.ndarray ids = uint32_tokens(tokens)
+        cdef match_t found
+        cdef Py_ssize_t size = self.trie.table.page_size
+        if self.matched(ids, name, &found) is None or found.cached == 0:
+            return -1
+        return own(self.trie.table, found.at, ids.shape[0], (after + size - 1) // size * size, low)
+
+    def demote(self, tokens, name=None, Py_ssize_t after=0):
+        """Let the pages that only the text of `tokens` has be evicted before all others, unless it is used again.
+
+        Those of its first `after` tokens stay as they are. What alone continues the text counts as its own.
+
+        Returns:
+            The text to the end of these pages, and the number of its tokens before them; None: there are none.
+        """
+        cdef int32_t low = -1, top = self.own(tokens, name, after, &low)
+        if top < 0:
+            return None
+        _, text, _ = self.trie.path(low)
+        cdef Py_ssize_t size = self.trie.table.page_size, begin = self.trie.table.nodes[top].begin
+        self.trie.table.sink(top)
+        return text, begin // size * size
+
+    def discard(self, tokens, name=None, Py_ssize_t after=0):
+        """Forget the pages that `demote` of the same arguments is about, but for those that are held and those before.
+
+        Returns:
+            As `demote`, and a `Claim` on the pages that were forgotten.
+        """
+        cdef int32_t low = -1, top = self.own(tokens, name, after, &low), id
+        if top < 0:
+            return None
+        _, text, _ = self.trie.path(low)
+        cdef NodeTable table = self.trie.table
+        cdef Py_ssize_t size = table.page_size, begin = table.nodes[top].begin // size * size, n, count
+        cdef Claim claim = self.current.slots.claim_of(table.num_pages)
+        cdef int32_t *pages = claim.data.pages
+        cdef const int32_t *last
+        found, id = [], top
+        while id >= 0:
+            found.append(id)
+            id = node_after(table.nodes, id, top)
+        for id in reversed(found):    # an end of a text, or what it hung on, may be gone
+            if table.nodes[id].begin < 0 or table.nodes[id].child >= 0 or table.nodes[id].pins:
+                continue
+            count = table.pages(id)
+            last, n = table.values(id) + count - 1, 0
+            while n < count and claim.slots.pages[(last - n)[0]].pins == 0:
+                n += 1
+            if n:
+                table.shrink(id, n, pages + claim.data.n)
+            claim.data.n += n
+        for n in range(claim.data.n if self.miss_reasons is not None else 0):
+            self.miss_reasons.remember(self.current.key, pages[n])
+        self.unname_claimed(claim)
+        return text, begin, claim
 
     cdef void unname_claimed(self, Claim claim) noexcept:
         """Note that the trie does not name the claim's pages any more, which it returned last first."""

@@ -63,6 +63,7 @@ class Layers(ABC):
         unit: these places are multiples of this.
         pages: the prefix cache whose blocks are those of `caches`, evicted where a sequence needs them.
         own_ids: the ids of sequences that may be of texts; None: all of the caches.
+        held: the ids of sequences that a call holds, beside those of texts.
         reclaim: called with the OutOfMemoryError where there are too few blocks; whether it has freed some.
     """
 
@@ -76,6 +77,7 @@ class Layers(ABC):
     exact = False
     unit = 1
     own_ids: Sequence[int] | None = None
+    held: set[int] = set()  # noqa: RUF012  of kinds that hold none
     reclaim: Callable[[OutOfMemoryError], bool] | None = None
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -188,6 +190,9 @@ class Layers(ABC):
         Args:
             ends: whether these are all tokens that the text has computed, and it is about to lose its sequence.
         """
+
+    def leave(self, tokens: Tokens, start: int, space: Any, at_once: bool) -> None:
+        """Let what is cached of a text alone, behind its first `start` tokens, leave before all else; or now."""
 
     # -- tiers ----------------------------------------------------------------------------------------------
 

@@ -251,7 +251,7 @@ class StateLayers(Layers):
             return pos
         if self.cached is None or not text.is_known:
             return 0
-        return self.cached.longest(text.tokens, pos, text.space)
+        return self.cached.longest(text.tokens, min(pos, text.shares_to), text.space)
 
     def cut(self, text: Text, index: int, pos: int) -> int:
         slot = self._slot(text, index)
@@ -260,7 +260,8 @@ class StateLayers(Layers):
             return slot
         self._at[slot] = _VOID
         with ExitStack() as held:
-            start = None if not text.is_known else self.hold(text.tokens, pos, text.space, held)
+            known = text.is_known and pos <= text.shares_to
+            start = self.hold(text.tokens, pos, text.space, held) if known else None
             if start is not None:
                 states = None if not pos or self.cached is None else self.cached.read(start.blocks)
                 for i, layer in enumerate(self.layers):
@@ -314,6 +315,7 @@ class StateLayers(Layers):
         if self.ends > 1:  # the end of a prompt, or of an answer, is seldom such a place: the last one before it
             found.add(max(stop, text.num_prompt) // self.ends * self.ends)
             found.add(text.num_prompt // self.ends * self.ends)
+        stop = min(stop, text.shares_to)
         return sorted(length for length in found if start < length <= stop)
 
     def _begin_pages(self, text: Text, lengths: Sequence[int]) -> list[tuple[int, int]]:
@@ -329,7 +331,7 @@ class StateLayers(Layers):
 
     def _keep_slot(self, text: Text, index: int, length: int) -> None:
         """Cache the state in a text's slot."""
-        if self.cached is not None and text.shares and length:
+        if self.cached is not None and text.shares and 0 < length <= text.shares_to:
             slot = self._slot(text, index)
             rows = [states[slot] for states in self._slots.values()]
             if self.cached.store(text.tokens[:length], text.space, rows):
@@ -357,6 +359,10 @@ class StateLayers(Layers):
             if self.cached is not None:
                 self.cached.drop(page)
 
+    def leave(self, tokens: Tokens, start: int, space: Any, at_once: bool) -> None:
+        if self.cached is not None:
+            self.cached.leave(tokens, start, space, at_once)
+
     # -- tiers ----------------------------------------------------------------------------------------------
 
     def connect(self, tiers: Tiers, name: Named, index: TierSource) -> WindowSource | None:
@@ -368,7 +374,8 @@ class StateLayers(Layers):
         return source
 
     def offered(self, text: Text) -> Sequence[PagesOf]:
-        return [] if self.cached is None else self.cached.offered(text.tokens[: text.computed], text.space, self.ends)
+        tokens = text.tokens[: min(text.computed, text.shares_to)]
+        return [] if self.cached is None else self.cached.offered(tokens, text.space, self.ends)
 
     def take(self, tokens: Tokens, stop: int, space: Any, bodies: dict[int, memoryview]) -> None:
         if self.cached is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -10,17 +10,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.core.attention_call import AttentionCall
 from kvcache.errors import OutOfMemoryError
 from kvcache.networks.protocols import Float32, IndexRows, LayerAttention, LayerIndex
 from kvcache.paged.cache import PagedKvCache
 from kvcache.paged.merging import merge_attention
 from kvcache.paged.queried import QueriedSequences
 from kvcache.prefix.prefix_cache import PrefixCache
-from kvcache.texts.block_index import BlockIndex, CachedStart
+from kvcache.texts.behind import Behind, Part
+from kvcache.texts.block_index import BlockIndex, CachedStart, PartStart
 from kvcache.texts.cache_arguments import CacheArguments
-from kvcache.texts.compressed_prefix import CompressedPrefix
 from kvcache.texts.kinds.base import Ids, LayerCall, LayerKind, Layers, Lens, calls_of
+from kvcache.texts.kinds.part_sequences import MISSING, PartQueries, PartSequences
 from kvcache.texts.newest import NewestGroups
+from kvcache.texts.seen_parts import SeenParts
 from kvcache.texts.text import Text
 
 __all__ = ["WHOLE", "WholeLayers"]
@@ -29,7 +32,7 @@ __all__ = ["WHOLE", "WholeLayers"]
 class WholeLayers(Layers):
     """The layers that keep every token.
 
-    Their cache is there even if it has no layers. A text has no place here beside its sequence: None.
+    Their cache is there even if it has no layers. The place of a text has the sequences of the parts that it sees.
 
     Args:
         layers: of the network, ascending, with K and V of their own.
@@ -53,6 +56,8 @@ class WholeLayers(Layers):
         self._attention = attention
         self._calls = calls_of(layers, attention, top_tokens=sparse_tokens)
         self._parts = calls_of(layers, attention, return_lse=True)
+        self._seen, self._seen_calls = PartSequences(cache), _calls_of_parts(self._parts)
+        self.held = set[int]()
         self.layers = tuple(self._calls)
         self._most_drafts, self.own_ids = most_drafts, own_ids
         own = [layer for layer in layers if (known := _index_of(attention, layer)) is not None and known.own]
@@ -75,19 +80,59 @@ class WholeLayers(Layers):
     def has_room(self, text: Text, found: int, start: CachedStart, running: Sequence[Text]) -> bool:
         size, texts = self.cache.block_size, len(running)
         tokens = sum([each.num_tokens for each in running])  # each with drafts, a block that it began, and a copy
-        claimed = len(start.blocks) + (tokens + texts * (self._most_drafts + size - 1)) // size + texts
+        parts = [self.blocks_for(each) for other in (*running, text) for each in _lengths(other)]
+        claimed = sum(parts) + len(start.blocks) + (tokens + texts * (self._most_drafts + size - 1)) // size + texts
         needed = -(-text.num_tokens // size) - found // size + texts
+        if None in start.parts and text.prefix is not None:
+            missing = [part for part, held in zip(text.prefix.parts, start.parts, strict=True) if held is None]
+            needed += sum(self.blocks_for(len(part.tokens)) for part in missing)
         began = [each for each in running if each.seq_id >= 0]  # a pin takes no more
         promised = sum([-(-each.num_tokens // size) - -(-each.computed // size) for each in began])
         return self.has_blocks(self.cache, needed, claimed, promised)
 
-    def begin(self, seq_id: int, found: int, start: CachedStart) -> None:
+    def begin(self, seq_id: int, found: int, start: CachedStart) -> tuple[int, ...]:
         self.cache.adopt(seq_id, start.blocks[: -(-found // self.cache.block_size)], found)
         if start.rows or start.firsts:
             self.cache.unpack(seq_id, start.rows, start.firsts)
+        return self._seen.adopt(start.parts)
 
-    def fork(self, text: Text, index: int, seq_id: int) -> None:
+    def fork(self, text: Text, index: int, seq_id: int) -> tuple[int, ...]:
         self.cache.fork(text.seq_id, seq_id)
+        return self._seen.fork(text.places[index])
+
+    def free(self, seq_id: int, place: Any) -> None:
+        super().free(seq_id, place)
+        self._seen.free(place or ())
+
+    # -- parts ----------------------------------------------------------------------------------------------
+
+    def hold_text(self, text: Text) -> int:
+        """Hold all that a text has in a sequence of its own, until it is released; its id."""
+        (seq_id,) = self._seen.fork([text.seq_id])
+        self.held.add(seq_id)
+        return seq_id
+
+    def hold_blocks(self, start: PartStart) -> int:
+        """Hold a cached text in a sequence of its own, until it is released; its id."""
+        (seq_id,) = self._seen.adopt([start._replace(seen=np.arange(start.num_tokens))])
+        self.held.add(seq_id)
+        return seq_id
+
+    def release(self, seq_ids: Collection[int]) -> None:
+        """End sequences that are held."""
+        self.held.difference_update(seq_ids)
+        self._seen.free(seq_ids)
+
+    def start_of(self, seq_id: int, part: Part) -> PartStart:
+        """A part whose cached text has this sequence."""
+        blocks = self.cache.block_table(np.array([seq_id], np.uint64)).block_ids.astype(np.int64)
+        return PartStart(blocks, len(part.tokens), part.indices)
+
+    def give_part(self, text: Text, index: int, number: int, part: Part, seq_id: int) -> None:
+        """Give a text the part of this number, whose cached text has this sequence; `MISSING` until then."""
+        place = text.places[index]
+        (found,) = self._seen.adopt([self.start_of(seq_id, part)])
+        text.places = (*text.places[:index], (*place[:number], found, *place[number + 1 :]), *text.places[index + 1 :])
 
     # -- a pass ---------------------------------------------------------------------------------------------
 
@@ -113,8 +158,8 @@ class WholeLayers(Layers):
 
     def attend(self, texts: Sequence[Text], index: int, ids: Ids, lens: Lens) -> tuple[LayerCall, dict[str, Any]]:
         sequences = QueriedSequences(ids, lens).kept()
-        if parts := _rows_behind(texts, lens):
-            return self._attend_behind(sequences, parts), {}
+        if any(map(_prefix, texts)):
+            return self._attend_behind(sequences, texts, index, lens)
         if self._indexes:
             return self._attend_chosen(sequences), {}
         return partial(self.cache.write_and_attend, sequences, self._calls), {}
@@ -137,19 +182,24 @@ class WholeLayers(Layers):
         return attend
 
     def _attend_behind(
-        self, sequences: QueriedSequences, parts: Sequence[tuple[CompressedPrefix, Lens]]
-    ) -> LayerCall:
-        """Attention where some rows, those of `parts`, stand behind a compressed prefix."""
+        self, sequences: QueriedSequences, texts: Sequence[Text], index: int, lens: Lens
+    ) -> tuple[LayerCall, dict[str, Any]]:
+        """Attention where some rows stand behind a compressed prefix, or see parts of cached texts."""
+        behind = _rows_behind(texts, lens)
+        seen = PartQueries(texts, index, lens) if PartQueries.are_due(texts, lens) else None
 
-        def attend(layer: int, queries: Float32, keys: Any, values: Any, /, *_: Any) -> Float32:
+        def attend(layer: int, queries: Float32, keys: Any, values: Any, turned: Any = None, /, *_: Any) -> Float32:
             found: Any = self.cache.write_and_attend(sequences, self._parts, layer, queries, keys, values)
             mixed, masses = found
-            for prefix, rows in parts:
+            for prefix, rows in behind:
                 output, mass = prefix.attend(layer, queries[rows])
                 mixed[rows], _lse = merge_attention(output, mass, mixed[rows], masses[rows])
+            if seen is not None:
+                parts: Any = self.cache.write_and_attend(seen.sequences, self._seen_calls, layer, turned, None, None)
+                seen.merge(mixed, masses, *parts)
             return mixed  # type: ignore[no-any-return]
 
-        return attend
+        return attend, {} if seen is None else {"sink_positions": seen.positions, "sink_rows": seen.rows}
 
     def ran(self, text: Text, index: int, before: int) -> None:
         cache = self.cache
@@ -163,8 +213,17 @@ class WholeLayers(Layers):
         pos, length = text.computed, self.cache.residual_length
         return length > 0 < pos and (pos % length == 0 or pos // chunk < (end - 1) // chunk)
 
-    def cut(self, text: Text, index: int, pos: int) -> None:
+    def cut(self, text: Text, index: int, pos: int) -> Any:
         self.cache.truncate(text.seq_id, pos)
+        return text.places[index]
+
+    def settle(self, text: Text | None, index: int) -> bool:
+        place = () if text is None else text.places[index]
+        self._seen.free_others({*self.held, *place})
+        return super().settle(text, index) and self._seen.ids.issuperset(place)
+
+    def free_others(self, kept: Collection[int]) -> None:
+        super().free_others({*kept, *self._seen.ids})
 
     def _reads_f16(self, text: Text) -> bool:
         """Whether a text has its sink tokens in f16, and of its last group those that were computed."""
@@ -185,10 +244,12 @@ class WholeLayers(Layers):
         cache.check()
         held = 0 if self.pages is None else self.pages.pinned_blocks
         assert self.own_ids is not None or not held, "blocks of a prefix are held that no text uses"
-        owned = sorted(text.seq_id for text in texts)
+        seen = {each for text in texts for each in text.places[index] if each != MISSING}
+        assert self._seen.ids == seen, f"sequences of parts, {self._seen.ids}, and those of texts, {seen}, differ"
+        owned = sorted([*seen, *(text.seq_id for text in texts)])
         ids = [int(each) for each in cache.sequence_ids()]
         if self.own_ids is not None:
-            ids = [each for each in ids if each in self.own_ids]
+            ids = [each for each in ids if each in self.own_ids or each in seen]
         assert ids == owned, f"sequences {ids} and those of texts, {owned}, differ"
         claimed: set[int] = set()
         for text in texts:
@@ -198,6 +259,10 @@ class WholeLayers(Layers):
             assert self.own_ids is not None or self._reads_f16(text), f"{text}: tokens that it reads are packed"
             if self.own_ids is None:
                 claimed.update(int(block) for block in info.block_ids)
+        for seq_id in seen:
+            info = cache.get_sequence(seq_id)
+            assert info is not None, f"the sequence {seq_id} of a part is gone"
+            claimed.update(int(block) for block in info.block_ids)
         if self.own_ids is None and self.pages is not None:
             free, idle = self.pages.num_free_and_idle()
             assert cache.total_memory_bytes == self._bytes, "tokens in f16 took more memory than was reserved"
@@ -212,15 +277,27 @@ def _index_of(attention: Sequence[LayerAttention | None], layer: int) -> LayerIn
 _prefix = attrgetter("prefix")
 
 
-def _rows_behind(texts: Sequence[Text], lens: Lens) -> list[tuple[CompressedPrefix, Lens]]:
+def _rows_behind(texts: Sequence[Text], lens: Lens) -> list[tuple[Behind, Lens]]:
     """The rows of a pass that stand behind a compressed prefix, by prefixes; each text has `lens` rows."""
-    if not any(map(_prefix, texts)):
-        return []
-    stops, found = np.cumsum(lens), dict[int, tuple[CompressedPrefix, list[Lens]]]()
+    stops, found = np.cumsum(lens), dict[int, tuple[Behind, list[Lens]]]()
     for text, stop, count in zip(texts, stops.tolist(), lens.tolist(), strict=True):
-        if text.prefix is not None:
+        if text.prefix is not None and not text.prefix.parts:
             found.setdefault(id(text.prefix), (text.prefix, []))[1].append(np.arange(stop - count, stop))
     return [(prefix, np.concatenate(rows)) for prefix, rows in found.values()]
+
+
+def _lengths(text: Text) -> list[int]:
+    """The lengths of the cached texts that a text sees parts of, and of those that these need."""
+    prefix = text.prefix
+    return [len(each.tokens) for each in prefix.texts] if isinstance(prefix, SeenParts) else []
+
+
+def _calls_of_parts(calls: dict[int, Any]) -> dict[int, Any]:
+    """The calls of layers for queries that see all of a part; sinks join the softmax once, with the text."""
+    return {
+        layer: (number, AttentionCall(call.scale, None, call.softcap, None, False, return_lse=True), False)
+        for layer, (number, call, _) in calls.items()
+    }
 
 
 def _of(made: CacheArguments, left: Sequence[int]) -> list[tuple[int, ...]]:

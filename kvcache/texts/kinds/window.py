@@ -210,6 +210,12 @@ class WindowLayers(Layers):
                 if i >= 0:  # after a prefix that ended inside a page, the text may begin a page later
                     self.pages.adopt(ids, blocks[i : i + 1], name)
 
+    def leave(self, tokens: Tokens, start: int, space: Any, at_once: bool) -> None:
+        if self.pages is not None:
+            leave = self.pages.discard if at_once else self.pages.demote
+            for page, name in _pages(tokens, self._size, -(-start // self._size), space):
+                leave(page, name)
+
     # -- tiers ----------------------------------------------------------------------------------------------
 
     def connect(self, tiers: Tiers, name: Named, index: TierSource) -> WindowSource | None:
@@ -220,7 +226,8 @@ class WindowLayers(Layers):
         return source
 
     def offered(self, text: Text) -> Sequence[PagesOf]:
-        ends = {min(length, text.computed) // self.ends * self.ends for length in (text.num_prompt, text.computed)}
+        most = min(text.computed, text.shares_to)
+        ends = {min(length, most) // self.ends * self.ends for length in (text.num_prompt, most)}
         return [partial(self._pages_of, text.tokens[:end], end, text.space) for end in sorted(ends - {0})]
 
     def _pages_of(self, tokens: Tokens, stop: int, space: Any, index: PrefixIndex) -> dict[int, int]:
