@@ -61,7 +61,7 @@ class Use(NamedTuple):
 
     @property
     def id(self) -> str:
-        """Of the call."""
+        """The id of the call."""
         return f"call_{self.path}"
 
 
@@ -210,7 +210,7 @@ PAUSES = (
 
 
 class Row(NamedTuple):
-    """What requests of one moment took: seconds, and tokens of prompts, of them those that ran."""
+    """The cost of the requests of one moment: seconds, and tokens of prompts, of them those that ran."""
 
     moment: str
     requests: int

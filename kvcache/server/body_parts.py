@@ -30,7 +30,7 @@ class BodyParts:
 
     @staticmethod
     def of(scope: Scope) -> BodyParts | None:
-        """What `offered` has left in a scope; None: the server has none for this request."""
+        """The one that `offered` has left in a scope; None: the server has none for this request."""
         found: BodyParts | None = scope.get("extensions", {}).get(_EXTENSION)
         return found
 

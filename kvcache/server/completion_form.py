@@ -104,7 +104,7 @@ class CompletionForm(Form):
     def _sample(
         self, number: int, delta: dict[str, Any], beside: Mapping[str, Any] | None = None, reason: str | None = None
     ) -> JsonObject:
-        """What an event says of a sample."""
+        """The part of an event that is about one sample."""
         content = {"delta": delta} if self._chat else delta
         return JsonObject(index=number, **content, **{"logprobs": None, **(beside or {})}, finish_reason=reason)
 

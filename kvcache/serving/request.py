@@ -403,7 +403,7 @@ class Incoming:
         return not self._alive
 
     def take(self) -> Iterator[NewTokens]:
-        """What is new; all of it is to be read before the next call."""
+        """The new tokens; all of them are to be read before the next call."""
         found: list[tuple[int, FinishReason | None, list[int]]] = []
         for index in reversed(self._alive):  # the first sample has a token before the others: it is read after them
             sample = self._samples[index]
