@@ -44,7 +44,7 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _ANSWER = "I have read it and go on."
-_USES = 4  # of the first turn; later ones have one each
+_USES, _KEPT = 4, 3  # uses of the first turn, later ones have one each; those that a clearing keeps
 _BETA = "context-management-2025-06-27"
 _SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
 _BLOCK = 16  # tokens of a block
@@ -318,10 +318,10 @@ class Bench:
 
 
 def _clearing(mode: str) -> dict[str, Any]:
-    """The edit that clears all results but the last, from the request on that has more uses than two turns."""
+    """The edit that clears all results but the last ones, from the request on that has more uses than two turns."""
     return {
         "type": "clear_tool_uses_20250919", "trigger": {"type": "tool_uses", "value": _USES + 1},
-        "keep": {"type": "tool_uses", "value": 1}, "kvcache_mode": mode,
+        "keep": {"type": "tool_uses", "value": _KEPT}, "kvcache_mode": mode,
     }
 
 
