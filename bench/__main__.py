@@ -34,6 +34,7 @@ BENCHES = {
     "drafts": ("bench.serving.drafts", "answers with draft tokens of each source, beside those without"),
     "grammars": ("bench.serving.grammars", "steps whose answers follow a grammar, beside steps without"),
     "agents-cli": ("bench.serving.agents_cli", "Codex, Claude Code and opencode against the server: two turns of each"),
+    "agents": ("bench.serving.agents", "conversations of agents by three clients: turns, clears, tools, pauses"),
     "soak": ("bench.serving.soak", "hostile and ordinary clients beside each other: the longest pauses, the memory"),
     "tiers": ("bench.tiers.tiers", "prefixes from a directory, Redis and a cluster: first token, rates, slow networks"),
     "transformers": ("bench.transformers.generating", "PagedCache in generate, beside transformers' own caches"),

@@ -75,21 +75,20 @@ class UntilStop:
 
     Args:
         stop: the strings.
+
+    Attributes:
+        found: the stop string that has ended the text; "": none.
     """
 
     def __init__(self, stop: StopStrings) -> None:
-        self._stop, self._search, self._waiting = stop, Search(stop), ""
-
-    @property
-    def found(self) -> str:
-        """The stop string that has ended the text; "": none."""
-        return self._search.found
+        self._stop, self._search, self._waiting, self.found = stop, Search(stop), "", ""
 
     def add(self, piece: str) -> str:
         """The text that is out with this piece; "" behind a stop string."""
-        if self._search.found:
-            return ""
+        if not self._stop.tables or self.found:
+            return "" if self.found else piece
         found, text = self._search.find(piece), self._waiting + piece
+        self.found = self._search.found
         end = len(text) - self._search.waits if found is None else len(self._waiting) + found
         self._waiting = "" if found is not None else text[end:]
         return text[:end]
@@ -97,7 +96,7 @@ class UntilStop:
     def end(self) -> str:
         """The text that waits, when none follows, or another text does."""
         text, self._waiting = self._waiting, ""
-        if not self._search.found:
+        if not self.found:
             self._search = Search(self._stop)
         return text
 

@@ -19,5 +19,8 @@ def tokenizer_errors(name: str, expected: str) -> AbstractContextManager[None]:
 
 def decoded(tokenizer: Any, ids: Sequence[int], **options: bool) -> str:
     """The text of tokens; `options` are those of the tokenizer's `decode`. CheckpointError: it fails at them."""
-    with tokenizer_errors("tokenizer", "the text of tokens"):
+    try:  # without a context: each token of a stream passes here
         return str(tokenizer.decode(ids, **options))
+    except BaseException:
+        with tokenizer_errors("tokenizer", "the text of tokens"):
+            raise

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from asyncio import CancelledError
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 from anyio import create_task_group, move_on_after
 from anyio.lowlevel import checkpoint
@@ -14,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.sampling.dialects.spoken_answer import SpokenAnswer
 from kvcache.server.asked import Asked
+from kvcache.server.body_parts import BodyParts
 from kvcache.server.forms import TIMED_OUT, Choice, Form, Whole, reason_of
 from kvcache.server.limits import Threads
 from kvcache.server.refusals import ending, no_adapter
@@ -72,7 +74,7 @@ class HttpAnswer:
             ended = message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
 
-        stream = SentEvents(note, self._form.ping)
+        stream = SentEvents(note, self._form.ping, BodyParts.of(scope))
         try:
             async with create_task_group() as tasks:
                 tasks.start_soon(watch)
@@ -97,8 +99,8 @@ class HttpAnswer:
         """Send the answer when it has ended: as one piece with a length, or in pieces as they are made."""
         try:
             for request in self.requests:
-                async for _ in self._arrivals(request):
-                    pass
+                await request.at_each_step(lambda request=request: not request.is_finished)  # type: ignore[misc]
+                self._raise_error(request)
             timed = any(work.reason == "deadline" for request in self.requests for work in request.works)
             answer = await WholeAnswer.begun(self._answer, self._threads, TIMED_OUT if timed else None)
         except Exception as error:
@@ -127,11 +129,7 @@ class HttpAnswer:
             if first := "".join(self._form.begin(self.requests)):
                 await stream.write(first)
             for number, request in enumerate(self.requests):
-                async for new in self._arrivals(request):
-                    for place, events in enumerate(self._new(choices[number * request.n + new.index], new)):
-                        if place:
-                            await checkpoint()  # others have their turn between two parts of one step
-                        await stream.write(events)
+                await self._follow(request, choices[number * request.n :], stream)
             ended = True
             last = "".join(self._form.end(self.requests, choices))
         except Exception as error:
@@ -139,6 +137,35 @@ class HttpAnswer:
                 raise
             last = "".join(self._form.fail(error))
         await stream.end(last)
+
+    async def _follow(self, request: EngineRequest, choices: Sequence[Choice], stream: SentEvents) -> None:
+        """Send what is new in a request, step by step, until it ends: at once, as long as its client keeps up."""
+        incoming = request.incoming()
+        parts: Iterator[tuple[int, str]] = iter(())
+
+        def take() -> bool:
+            nonlocal parts
+            parts = self._parts(choices, incoming.take())
+            for place, events in parts:
+                if place or not stream.write_at_once(events):
+                    parts = chain([(place, events)], parts)
+                    return False
+            return not incoming.ended
+
+        while not incoming.ended:
+            await request.at_each_step(take)
+            for place, events in parts:
+                if place:
+                    await checkpoint()  # others have their turn between two parts of one step
+                await stream.write(events)
+        self._raise_error(request)
+
+    def _parts(self, choices: Sequence[Choice], arrived: Iterable[NewTokens]) -> Iterator[tuple[int, str]]:
+        """The events for what has arrived, less the ends of samples that failed, with their places in their samples."""
+        for new in arrived:
+            choice = choices[new.index]
+            if new.finish_reason != "error" or _is_cut(choice.work):
+                yield from enumerate(self._new(choice, new))
 
     def _new(self, choice: Choice, new: NewTokens) -> Iterator[str]:
         """The events for what is new in a sample, those of a few tokens together."""
@@ -155,12 +182,10 @@ class HttpAnswer:
 
     # -- both -----------------------------------------------------------------------------------------------
 
-    async def _arrivals(self, request: EngineRequest) -> AsyncIterator[NewTokens]:
-        """The tokens of a request as they come, less the ends of samples that failed; raises unless these are cut."""
+    def _raise_error(self, request: EngineRequest) -> None:
+        """Raise what a request has failed with, unless its samples are cut."""
         try:
-            async for new in request.arrivals(with_text=False):
-                if new.finish_reason != "error" or _is_cut(request.works[new.index]):
-                    yield new
+            request.raise_error()
         except OutOfMemoryError:
             if not all(work.error is None or _is_cut(work) for work in request.works):
                 raise self._form.too_large(request.works[0].whole_prompt) from None

@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvcache.sampling.dialects.transcript import ChannelPiece
+from kvcache.sampling.dialects.transcript import Channel, ChannelPiece
 from kvcache.sampling.tokenizer_errors import decoded
 from kvcache.server.asked import Asked
-from kvcache.server.forms import Choice, Counts, Form, Whole, call_id, counts_of, event, now, stop_reason, unique
+from kvcache.server.forms import (
+    HOLE,
+    Choice,
+    Counts,
+    Form,
+    Whole,
+    call_id,
+    counts_of,
+    event,
+    now,
+    quoted,
+    repeated,
+    stop_reason,
+    unique,
+)
 from kvcache.server.logprobs import Offsets, TokenTexts, of_chat, of_texts
 from kvcache.server.refusals import refusal
 from kvcache.server.written import JsonObject
@@ -17,6 +31,7 @@ from kvcache.serving import Request as EngineRequest
 
 __all__ = ["CompletionForm"]
 
+_TEXTS = ("content", "reasoning")
 _ARGUMENTS = {"function": "arguments", "custom": "input"}  # by the kind of a tool
 
 
@@ -35,6 +50,7 @@ class CompletionForm(Form):
         self._offsets: dict[int, Offsets] = {}
         self._calls: dict[int, int] = {}  # of each sample that has some: how many
         self._begun: set[int] = set()
+        self._plain: dict[tuple[int, Channel], str] = {}  # of each sample and channel: events with a text alone
         talk = asked.conversation
         self._chat, self._customs = talk is not None, frozenset(() if talk is None else talk.customs)
         self._kinds: dict[int, str] = {}  # of the last call of each sample
@@ -49,6 +65,22 @@ class CompletionForm(Form):
         self, choice: Choice, pieces: Sequence[ChannelPiece], details: Mapping[str, Any], reason: str | None
     ) -> Iterator[str]:
         number, first = choice.number, choice.number not in self._begun
+        if not first and reason is None and not details and all(piece.channel in _TEXTS for piece in pieces):
+            return (self._text_event(number, piece) for piece in pieces)  # most events
+        return self._other_events(choice, pieces, details, reason, first)
+
+    def _text_event(self, number: int, piece: ChannelPiece) -> str:
+        """An event that says nothing but a text."""
+        if (found := self._plain.get((number, piece.channel))) is None:
+            sample = self._sample(number, self._delta(number, ChannelPiece(piece.channel, HOLE)))
+            found = self._plain[number, piece.channel] = repeated(event(dict(self._common, choices=[sample])))
+        return found % quoted(piece.text)
+
+    def _other_events(
+        self, choice: Choice, pieces: Sequence[ChannelPiece], details: Mapping[str, Any], reason: str | None,
+        first: bool,
+    ) -> Iterator[str]:
+        number = choice.number
         self._begun.add(number)
         if first and self._asked.echo:
             pieces = [ChannelPiece("content", self._prompt_text(choice)), *pieces]
@@ -58,19 +90,23 @@ class CompletionForm(Form):
         for place, delta in enumerate(deltas):
             role = {"role": "assistant"} if first and not place and self._chat else {}
             end = reason if place == len(deltas) - 1 else None
-            content = {"delta": role | delta} if self._chat else delta
             beside = {} if place else details
-            found = JsonObject(
-                index=number, **content, **{"logprobs": None, **beside},
-                finish_reason=_with_calls(choice, end), **({} if end is None else stop_reason(choice.work)),
-            )
+            found = self._sample(number, role | delta, beside, _with_calls(choice, end))
+            found |= {} if end is None else stop_reason(choice.work)
             common = self._common | self.applied | self.warnings if first and not place else self._common
             if first and not place and self._asked.with_tokens:
                 common, found = self._with_prompt(common, found, choice)
             if "logprobs" in beside:
                 yield event(JsonObject(**common, choices=iter([found])))
-            else:  # most events: one call of the encoder
+            else:  # one call of the encoder
                 yield event(dict(common, choices=[found]))
+
+    def _sample(
+        self, number: int, delta: dict[str, Any], beside: Mapping[str, Any] | None = None, reason: str | None = None
+    ) -> JsonObject:
+        """The part of an event that is about one sample."""
+        content = {"delta": delta} if self._chat else delta
+        return JsonObject(index=number, **content, **{"logprobs": None, **(beside or {})}, finish_reason=reason)
 
     def _with_prompt(
         self, answer: dict[str, Any], found: JsonObject, choice: Choice

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
+from json.encoder import encode_basestring_ascii as quoted
 from secrets import token_hex
 from typing import Any, NamedTuple
 
@@ -24,8 +25,8 @@ from kvcache.serving import Request as EngineRequest
 from kvcache.serving.work import Work
 
 __all__ = [
-    "TIMED_OUT", "Choice", "Counts", "Form", "Whole", "call_id", "counts_of", "date_of", "event", "is_json", "now",
-    "reason_of", "stop_reason", "unique", "written_tokens",
+    "HOLE", "TIMED_OUT", "Choice", "Counts", "Form", "Whole", "call_id", "counts_of", "date_of", "event", "is_json",
+    "now", "quoted", "reason_of", "repeated", "stop_reason", "unique", "written_tokens",
 ]
 
 TIMED_OUT = {"x-stop-reason": "timeout"}  # the header of what the time limit ended
@@ -138,9 +139,17 @@ def event(value: Any, name: str | None = None) -> str:
     return f"{head}data: {''.join(written(value))}\n\n"
 
 
+def repeated(found: str) -> str:
+    """An event whose values that are `HOLE` change each time, as a format of `%`; these values are to be JSON."""
+    return found.replace("%", "%%").replace(json.dumps(HOLE), "%s")
+
+
 def unique(prefix: str) -> str:
     """A name that nothing else has."""
     return f"{prefix}{token_hex(12)}"
+
+
+HOLE = unique("hole_")
 
 
 def is_json(text: str) -> bool:

@@ -11,7 +11,18 @@ from starlette.responses import Response
 from kvcache.sampling.dialects.transcript import ChannelPiece
 from kvcache.server.asked import Asked
 from kvcache.server.fingerprints import Comparison
-from kvcache.server.forms import Choice, Form, Whole, call_id, event, is_json, written_tokens
+from kvcache.server.forms import (
+    HOLE,
+    Choice,
+    Form,
+    Whole,
+    call_id,
+    event,
+    is_json,
+    quoted,
+    repeated,
+    written_tokens,
+)
 from kvcache.server.refusals import message_refusal
 from kvcache.server.written import JsonObject
 from kvcache.serving import BatchEngine
@@ -43,6 +54,7 @@ class MessageForm(Form):
         self._comparison = comparison
         self._head = {"id": answer, "type": "message", "role": "assistant", "model": asked.model}
         self._open: str | None = None  # the channel of the block that is not ended
+        self._delta = ""  # an event of that block; see `repeated`
         self._blocks = 0
         self._begun = False
         self._arguments = ""  # of the call that is not ended
@@ -75,9 +87,11 @@ class MessageForm(Form):
             self._open = channel
             named = {"id": call_id(), "name": piece.text} if piece.channel == "call" else {}
             yield self._event("content_block_start", index=self._blocks, content_block={**first, **named})
+            delta = {"type": kind, key: HOLE}
+            self._delta = repeated(self._event("content_block_delta", index=self._blocks, delta=delta))
         if piece.channel != "call":
             self._arguments += piece.text if channel == "arguments" else ""
-            yield self._event("content_block_delta", index=self._blocks, delta={"type": kind, key: piece.text})
+            yield self._delta % quoted(piece.text)
 
     def _end_block(self) -> Iterator[str]:
         if self._open is None:

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import uvicorn
 from starlette.types import ASGIApp
 
+from kvcache.server.body_parts import BodyParts
+
 __all__ = ["Capacity", "bound_heaps", "capacity", "run"]
 
 logger = logging.getLogger("kvcache")
@@ -80,8 +82,8 @@ def run(
     sys.setswitchinterval(_SWITCH)
     bound_heaps()
     config = uvicorn.Config(
-        app, log_level="warning", timeout_graceful_shutdown=drain, limit_concurrency=limits.connections + 1,
-        backlog=limits.backlog, server_header=False, lifespan="on",
+        BodyParts.offered(app), log_level="warning", timeout_graceful_shutdown=drain, server_header=False,
+        limit_concurrency=limits.connections + 1, backlog=limits.backlog, lifespan="on",
     )
     _Server(config, limits, delay, leaving).run(sockets=[listening])
 

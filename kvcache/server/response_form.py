@@ -8,7 +8,20 @@ from typing import Any
 
 from kvcache.sampling.dialects.transcript import ChannelPiece
 from kvcache.server.asked import Asked
-from kvcache.server.forms import Choice, Form, Whole, call_id, event, is_json, now, unique, written_tokens
+from kvcache.server.forms import (
+    HOLE,
+    Choice,
+    Form,
+    Whole,
+    call_id,
+    event,
+    is_json,
+    now,
+    quoted,
+    repeated,
+    unique,
+    written_tokens,
+)
 from kvcache.server.refusals import refusal
 from kvcache.server.response_bodies import flattened, tools_of_body
 from kvcache.server.written import JsonObject
@@ -49,6 +62,7 @@ class ResponseForm(Form):
         self._names = flattened(tools_of_body(given))
         self._items: list[dict[str, Any]] = []
         self._open = False  # whether the last item is not ended
+        self._delta = ""  # an event of the last item; see `repeated`
         self._number = -1  # of the last event
 
     # -- items ----------------------------------------------------------------------------------------------
@@ -66,14 +80,16 @@ class ResponseForm(Form):
         item = self._items[-1]
         if kind in _CALLS:
             if piece.channel == "arguments":
-                key, name = _CALLS[kind]
-                item[key] += piece.text
-                yield self._event(f"response.{name}.delta", item, delta=piece.text)
+                item[_CALLS[kind][0]] += piece.text
+                yield self._next(piece.text)
             return
         item["content"][0]["text"] += piece.text
-        name = "response.output_text.delta" if kind == "message" else "response.reasoning_text.delta"
-        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        yield self._event(name, item, content_index=0, delta=piece.text, **more)
+        yield self._next(piece.text)
+
+    def _next(self, text: str) -> str:
+        """The event that adds a text to the last item."""
+        self._number += 1
+        return self._delta % (self._number, quoted(text))
 
     def _begin_item(self, kind: str, piece: ChannelPiece) -> Iterator[str]:
         item: dict[str, Any] = {"type": kind, "id": unique(_PREFIXES[kind]), "status": "in_progress"}
@@ -92,6 +108,9 @@ class ResponseForm(Form):
             yield self._event("response.content_part.added", item, content_index=0, part=dict(item["content"][0]))
         elif kind == "reasoning":
             item["content"] = [{"type": "reasoning_text", "text": ""}]
+        name, more = _DELTAS[kind]
+        place = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        self._delta = repeated(event({"type": name, "sequence_number": HOLE, **place, **more}, name))
 
     def _end_item(self, status: str = "completed") -> Iterator[str]:
         if not self._open:
@@ -176,4 +195,10 @@ _PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "cus
 # The field of a call's input and the name of its events, by the kind of call.
 _CALLS = {
     "function_call": ("arguments", "function_call_arguments"), "custom_tool_call": ("input", "custom_tool_call_input"),
+}
+# The name of the events that add a text to an item, and their fields beside its place.
+_DELTAS: dict[str, tuple[str, dict[str, Any]]] = {
+    "message": ("response.output_text.delta", {"content_index": 0, "delta": HOLE, "logprobs": []}),
+    "reasoning": ("response.reasoning_text.delta", {"content_index": 0, "delta": HOLE}),
+    **{kind: (f"response.{name}.delta", {"delta": HOLE}) for kind, (_, name) in _CALLS.items()},
 }

@@ -21,13 +21,14 @@ class SentEvents:
     Args:
         send: of the ASGI server.
         ping: makes an event that says nothing.
+        part: writes a part of a body at once, if it may; see `BodyParts`. None: the ASGI server has none.
 
     Attributes:
         is_open: whether it has begun and not ended.
     """
 
-    def __init__(self, send: Send, ping: Callable[[], str]) -> None:
-        self._send, self._ping = send, ping
+    def __init__(self, send: Send, ping: Callable[[], str], part: Callable[[bytes], bool] | None = None) -> None:
+        self._send, self._ping, self._part = send, ping, part
         self._sending, self._last = Lock(), monotonic()
         self.is_open = False
 
@@ -35,6 +36,13 @@ class SentEvents:
         """Begin the answer."""
         self.is_open = True
         await self._put({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+
+    def write_at_once(self, events: str) -> bool:
+        """Send events, each whole, without waiting; False: they are not sent, `write` is to wait for the client."""
+        if self._part is None or self._sending.locked() or not self._part(events.encode()):
+            return False
+        self._last = monotonic()
+        return True
 
     async def write(self, events: str) -> None:
         """Send events, each whole."""

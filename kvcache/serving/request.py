@@ -16,7 +16,7 @@ from kvcache.errors import InvalidOperationError
 from kvcache.serving.work import Drawing, FinishReason, Work
 from kvcache.support.copies import refuse_copies
 
-__all__ = ["NewTokens", "Pending", "Request", "RequestMetrics"]
+__all__ = ["Incoming", "NewTokens", "Pending", "Request", "RequestMetrics"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Pending:
     def __init__(self, steps: Stepping, works: Sequence[Work]) -> None:
         self._steps, self.works = steps, tuple(works)
         self._waiters: deque[Callable[[], None]] = deque()  # of threads
-        self._futures: deque[asyncio.Future[None]] = deque()  # of event loops
+        self._calls: deque[tuple[asyncio.AbstractEventLoop, Callable[[], None]]] = deque()  # in event loops
 
     @property
     def is_finished(self) -> bool:
@@ -127,10 +127,26 @@ class Pending:
 
     async def wait_in_loop(self, until: Callable[[], bool]) -> None:
         """Wait in an event loop, which is free meanwhile, until this is woken, unless a condition holds."""
-        arrived = asyncio.get_running_loop().create_future()
-        self._futures.append(arrived)
+        arrived = (loop := asyncio.get_running_loop()).create_future()
+        self._calls.append((loop, lambda: None if arrived.done() else arrived.set_result(None)))
         if not until():
             await arrived
+
+    async def at_each_step(self, take: Callable[[], bool]) -> None:
+        """Call `take` in the running event loop, now and after each step with a token or an end, until that is False.
+
+        The loop calls it: no task is woken, which takes longer than most of what callers do with a token.
+
+        Raises:
+            Exception: what `take` raises.
+        """
+        if not self._steps.is_running:
+            while take():
+                await asyncio.to_thread(self._steps.step)
+            return
+        turns = _Turns(self._calls, take)
+        turns()
+        await turns.until_ended()
 
     @staticmethod
     def wake_all(some: Iterable[Pending]) -> None:
@@ -139,26 +155,57 @@ class Pending:
         Who comes meanwhile has seen it, and waits for the next one. An event loop gets one call, however many wait in
         it: it runs at once, and the thread that calls waits for it.
         """
-        found = [(each, list(each._futures)) for each in dict.fromkeys(some)]
-        loops: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
-        for each, futures in found:
+        found = [(each, list(each._calls)) for each in dict.fromkeys(some)]
+        loops: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+        for each, calls in found:
             for _ in range(len(each._waiters)):
                 with suppress(IndexError):  # another thread has it
                     each._waiters.popleft()()
-            for future in futures:
-                loops.setdefault(future.get_loop(), []).append(future)
-        for loop, ended in loops.items():
+            for loop, call in calls:
+                loops.setdefault(loop, []).append(call)
+        for loop, due in loops.items():
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(_end, ended)
-        for each, futures in found:  # not before: an interrupt leaves nobody waiting
-            for _ in futures:
-                each._futures.popleft()
+                loop.call_soon_threadsafe(_call_all, due)
+        for each, calls in found:  # not before: an interrupt leaves nobody waiting
+            for _ in calls:
+                each._calls.popleft()
 
 
-def _end(futures: Iterable[asyncio.Future[None]]) -> None:
-    for future in futures:
-        if not future.done():
-            future.set_result(None)
+def _call_all(calls: Iterable[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
+
+class _Turns:
+    """Calls a function whenever it is woken, until that returns False or raises, or nobody waits for it any more.
+
+    Args:
+        calls: of the call of the engine that wakes it.
+        take: the function.
+    """
+
+    def __init__(
+        self, calls: deque[tuple[asyncio.AbstractEventLoop, Callable[[], None]]], take: Callable[[], bool]
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._calls, self._take, self._ended = calls, take, self._loop.create_future()
+
+    def __call__(self) -> None:
+        if self._ended.done():
+            return
+        self._calls.append((self._loop, self))  # before it looks: no token comes unseen
+        try:
+            if not self._take():
+                self._ended.set_result(None)
+        except Exception as error:
+            self._ended.set_exception(error)
+
+    async def until_ended(self) -> None:
+        """Wait for the end; then what is left of this in the call of the engine keeps nothing alive."""
+        try:
+            await self._ended
+        finally:
+            del self._take
 
 
 class Request(Pending):
@@ -300,29 +347,18 @@ class Request(Pending):
         Raises:
             Exception: what it failed with, after the last item.
         """
-        given = [0] * self.n
-        alive = list(range(self.n))
-        streams = [sample.new_text() if with_text else None for sample in self._samples]
-        while alive:
+        incoming = Incoming(self._samples, with_text=with_text)
+        while not incoming.ended:
             before = self._progress()
-            found: list[tuple[int, FinishReason | None, list[int]]] = []
-            for index in reversed(alive):  # the first sample has a token before the others, so it is read after them
-                sample = self._samples[index]
-                reason = sample.reason
-                found.append((index, reason, sample.tokens[sample.num_prompt + given[index] :].tolist()))
-            for index, reason, tokens in reversed(found):
-                sample, start = self._samples[index], given[index]
-                given[index] += len(tokens)
-                if reason is not None:
-                    alive.remove(index)
-                if tokens or reason is not None:
-                    logprobs = None if sample.logprobs is None else sample.logprobs[start : given[index]]
-                    stream = streams[index]
-                    text = None if stream is None else stream.extend(tokens, ended=reason is not None)
-                    yield NewTokens(index, tokens, logprobs, reason, text)
-            if alive:
+            for new in incoming.take():
+                yield new
+            if not incoming.ended:
                 await self._next_step(before)
         self.raise_error()
+
+    def incoming(self) -> Incoming:
+        """The new tokens of every sample, for callers that take them by `at_each_step`; they have no texts."""
+        return Incoming(self._samples, with_text=False)
 
     def _progress(self) -> int:
         """A number that is another one after each new token and each end."""
@@ -345,3 +381,41 @@ class Request(Pending):
         state = self.finish_reason if self.is_finished else "waits" if self.metrics.queued is None else "runs"
         new = ", ".join(str(sample.num_new) for sample in self._samples)
         return f"Request({self._samples[0].num_prompt} tokens of prompt, {new} new tokens, {state})"
+
+
+class Incoming:
+    """The new tokens of some samples that were not taken yet.
+
+    Args:
+        samples: of a request.
+        with_text: whether items have a text.
+    """
+
+    def __init__(self, samples: Sequence[Drawing], *, with_text: bool) -> None:
+        self._samples = samples
+        self._given = [0] * len(samples)
+        self._alive = list(range(len(samples)))
+        self._streams = [sample.new_text() if with_text else None for sample in samples]
+
+    @property
+    def ended(self) -> bool:
+        """Whether the ends of all samples were taken."""
+        return not self._alive
+
+    def take(self) -> Iterator[NewTokens]:
+        """The new tokens; all of them are to be read before the next call."""
+        found: list[tuple[int, FinishReason | None, list[int]]] = []
+        for index in reversed(self._alive):  # the first sample has a token before the others: it is read after them
+            sample = self._samples[index]
+            reason = sample.reason
+            found.append((index, reason, sample.tokens[sample.num_prompt + self._given[index] :].tolist()))
+        for index, reason, tokens in reversed(found):
+            sample, start = self._samples[index], self._given[index]
+            self._given[index] += len(tokens)
+            if reason is not None:
+                self._alive.remove(index)
+            if tokens or reason is not None:
+                logprobs = None if sample.logprobs is None else sample.logprobs[start : self._given[index]]
+                stream = self._streams[index]
+                text = None if stream is None else stream.extend(tokens, ended=reason is not None)
+                yield NewTokens(index, tokens, logprobs, reason, text)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from agent_script import agent_folder
 from places import GOLDEN
 
 pytest.importorskip("bench.support.common")
@@ -239,6 +240,26 @@ def test_the_bench_of_grammars_runs(capsys):
 def test_agents_that_are_not_installed(capsys, tmp_path):
     assert main(["agents-cli", "--programs", str(tmp_path)]) == 0
     assert "None of codex, claude and opencode" in capsys.readouterr().out
+
+
+@pytest.mark.exhaustive
+def test_the_tables_of_agents(capsys, tmp_path):
+    """Each client's form has the same conversation: as many tokens are computed at each moment."""
+    for package in ("openai", "anthropic", "uvicorn"):
+        pytest.importorskip(package)
+    file, model = tmp_path / "found.json", agent_folder(tmp_path / "agent")
+    assert main(["agents", "--quick", "--model", str(model), "--json", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "not measured" not in shown
+    found = json.loads(file.read_text())["found"]
+    rows = {name: {row["moment"]: row for row in rows} for name, rows in found.items()}
+    chat, messages, _ = ({moment: row["prompt"] for moment, row in each.items()} for each in rows.values())
+    assert chat == messages
+    for each in rows.values():
+        assert each["after a pause"]["computed"] > 0.9 * each["after a pause"]["prompt"]
+        assert each["second turn"]["computed"] < 0.3 * each["second turn"]["prompt"]
+        if "results are cleared, mask" in each:
+            assert each["results are cleared, mask"]["computed"] < each["results are cleared, recompute"]["computed"]
 
 
 def test_what_a_second_turn_shares():

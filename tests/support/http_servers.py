@@ -17,6 +17,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from kvcache import BatchEngine, InferenceEngine
 from kvcache.engine import Transformer
 from kvcache.server.app import make_app
+from kvcache.server.body_parts import BodyParts
 from kvcache.server.served_model import ServedModel
 
 MODEL = "tiny"
@@ -152,7 +153,8 @@ class Served:
         self.model = ServedModel(self.engine, MODEL, **names)
         self.app = make_app([self.model, *limits.pop("others", ())], keys, **limits)
         self.bodies = self.app.state.bodies
-        config = uvicorn.Config(self.app, log_level="critical", timeout_graceful_shutdown=drain, lifespan="on")
+        app = BodyParts.offered(self.app)
+        config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=drain, lifespan="on")
         self.server = uvicorn.Server(config)
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=512)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)  # so that slow readers are felt soon

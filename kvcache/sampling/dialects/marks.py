@@ -20,10 +20,16 @@ class MarkSearch:
         self._pattern = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
         self._beginnings = {mark[:n] for mark in marks for n in range(1, len(mark))}
         self._longest = max(map(len, marks), default=1) - 1
+        self._first = re.compile(f"[{re.escape(''.join({mark[0] for mark in marks}))}]" if marks else r"(?!)")
         self._waiting = ""
 
-    def add(self, piece: str) -> Iterator[tuple[str, bool]]:
+    def add(self, piece: str) -> Iterable[tuple[str, bool]]:
         """The texts that are complete with this piece, each with whether it is a mark."""
+        if piece and not self._waiting and not self._first.search(piece):
+            return ((piece, False),)  # most pieces
+        return self._divided(piece)
+
+    def _divided(self, piece: str) -> Iterator[tuple[str, bool]]:
         text, start = self._waiting + piece, 0
         for found in self._pattern.finditer(text):
             if found.start() > start:

@@ -109,7 +109,7 @@ class SpokenAnswer:
     @property
     def stopped(self) -> bool:
         """Whether a stop string has ended it."""
-        return self.stop_string != ""
+        return self._transcript.stop_string != ""
 
     def extend(self, tokens: Iterable[int], *, ended: bool) -> list[ChannelPiece]:
         """The pieces that are complete with `tokens`; with `ended` also what still waits."""
@@ -179,6 +179,8 @@ class SpokenAnswer:
 
 def _merged(pieces: list[ChannelPiece]) -> list[ChannelPiece]:
     """Pieces with neighbours of one channel put together."""
+    if len(pieces) < 2:
+        return pieces
     found: list[ChannelPiece] = []
     for piece in pieces:
         if found and piece.channel == found[-1].channel != "call":
