@@ -61,8 +61,8 @@ MODULES = [] if DEBUG else ["-O1"]
 # -g1: the line numbers of a report. -Og: half of the compile time of -O1, with the same checks; kernels run too slowly.
 CHECK = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1", "-Og"] if SANITIZE else []
 
-# The checks of pointers take half as long again: one level of the kernels has them, not scalar, which takes longest
-# to compile. ASan reports a wrong pointer that is used.
+# The checks of pointers take half as long again: one level of the kernels has them. ASan reports a wrong pointer that
+# is used.
 UNCHECKED_POINTERS = ["-fno-sanitize=null,object-size,pointer-overflow"]
 
 # gcov counts the kernels and, by the lines that Cython says its C is of, the modules, at -O0 where no line is merged
@@ -77,14 +77,13 @@ if SANITIZE:  # `tests/ckernels/run fuzz` takes them from here
 # Kernels: kvc_<part>.c is compiled once per level, with its flags and primitives; levels.py has the exceptions.
 HAVE = [f"-DKVC_HAVE_{level.upper()}={int(level in BUILT)}" for level in KNOWN] + EVEX_FLAGS * EVEX
 UNITS = [(source, "once", HAVE) for source in sources_of("once")]
-POINTERS_OF = next((level for level in BUILT if not level.startswith("scalar")), "scalar")
 TWICE = {*sources_of("scalarfma")} if "scalarfma" in BUILT else set()
 for level in BUILT:
     for source in sources_of(level):
         checks = []
         if SANITIZE and level == "scalar" and source in TWICE:  # CPUs with fma run scalarfma in its place
             checks = ["-fno-sanitize=all", "-O0"]
-        elif SANITIZE and level != POINTERS_OF:
+        elif SANITIZE and not level.startswith("scalar"):
             checks = UNCHECKED_POINTERS
         UNITS.append((source, level, defines_of(level) + LEVEL_FLAGS[level] + checks))
 UNITS.sort(key=lambda unit: -os.path.getsize(unit[0]))  # no CPU waits long for the last one

@@ -182,7 +182,7 @@ def test_formats_and_policies_in_python_have_their_rows(tmp_path, monkeypatch, c
     number = r"[\de.-]+"
     row = rf"as it is +15\.24 +[+-]0\.000 ± 0\.000 % +{number} ± {number} +{number} +{number} +100\.00 %"
     assert re.search(row, shown)
-    assert re.search(r"as it is, no residual +5\.00 +[+-]0\.000 ± 0\.000 % +0 ± 0 +0 +100\.00 %", shown)
+    assert re.search(r"as it is, no residual +5\.00 +[+-]0\.000 ± 0\.000 % +0 ± 0 +0 +0 +100\.00 %", shown)
     for place in ("ideas:Neither", "ideas:Missing", "nowhere:Nothing", "ideas"):
         with pytest.raises(SystemExit, match=r"^--format: expected"):
             checkpoint.load_own(place)

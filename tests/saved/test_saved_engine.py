@@ -190,7 +190,7 @@ NAMES = {  # saved caches and tiers have them
 
 
 def test_a_new_field_with_a_default_changes_no_name(network):
-    """A field of the configuration, or of its parts; another value changes it, as does a field without a default."""
+    """A field of the configuration, or of its parts; another value, or a field without a default, changes it."""
     for name, expected in NAMES.items():
         found = fingerprint(Transformer.from_pretrained(golden_folder(name)))
         assert found == expected, "the name has changed: a new field needs a default, and a default must stay"
