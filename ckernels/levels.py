@@ -63,7 +63,7 @@ LEVELS = [
 ]
 # The parts that exist once, which know what levels there are; and those of some levels alone.
 ONCE = "dispatch functions layout matmul_parallel matrix network_parallel parallel recurrence_parallel rows_parallel"
-ONCE += " indexer_parallel sparse_parallel threads"
+ONCE += " indexer_parallel sparse_parallel spill threads"
 FEW = "matmul_tiles matmul_bf16"
 
 
