@@ -456,6 +456,7 @@ int64_t kvc_hold(kvc_spill *s, const kvc_units *units, kvc_use use) {
         if ((unit = unit_at(s, units, i, &last, &run)) < 0) continue;
         unlist_unit(s, unit);
         s->units[unit].holds++;
+        s->stats.held_units += use == KVC_TO_READ;
     }
     last = -1;
     for (int64_t i = 0; i < units->count; i++) {
@@ -484,7 +485,8 @@ void kvc_release(kvc_spill *s, const kvc_units *units, kvc_use use) {
         if ((unit = unit_at(s, units, i, &last, &run)) < 0) continue;
         unit_record *u = &s->units[unit];
         if (--u->holds) continue;
-        if (!(u->state & PRESENT)) { /* it could not be read */
+        if (!(u->state & PRESENT)) { /* it could not be read; what was to change it is lost */
+            if (use != KVC_TO_READ) u->state |= IS_SPOILED;
             if (u->state & TAKEN) give_memory(s, unit);
             continue;
         }

@@ -38,7 +38,7 @@ typedef struct kvc_fault {
 /* Sums since the beginning, and bytes of now. Bytes of the file are whole slots of units. */
 typedef struct kvc_spill_stats {
     int64_t resident;               /* bytes of memory that units take, in whole pages of the system */
-    int64_t holds, waits;           /* of units to read: calls, and those that waited for the file */
+    int64_t holds, held_units, waits; /* of units to read: calls, their units, and calls that waited for the file */
     int64_t read_units, read_bytes; /* from the file; those ahead of their use included */
     int64_t ahead_units;            /* of these, those that no call had asked for yet */
     int64_t written_units, written_bytes, dropped_units, faults;

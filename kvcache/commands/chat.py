@@ -50,7 +50,8 @@ def chat(options: argparse.Namespace, default: str) -> int:
     expect_chat_template(options, options.system)
     engine = open_engine(options, InferenceEngine.from_pretrained, prefill_chunk=PIECE)
     engine.reseed(secrets.randbits(63))  # `--seed` is one of `sampling_params`, and comes first
-    cached = PrefixCachedEngine(engine, shared=True, max_memory_bytes=memory_of(options) if options.spill is None else None)
+    memory = memory_of(options) if options.spill is None else None
+    cached = PrefixCachedEngine(engine, shared=True, max_memory_bytes=memory)
     Talk(cached, options).run()
     return 0
 

@@ -24,4 +24,5 @@ cdef class Spill:
     cdef void spoil_(self, int64_t layer, const kvc_run *runs, int64_t num_runs) noexcept nogil
     cdef bint blank_(self, int64_t layer, int32_t block) noexcept nogil    # False: it is in memory, and has not changed
     cdef int raise_fault_(self) except -1    # or SpillError
+    cdef void forget_faults_(self) noexcept nogil
     cdef int expect_room_(self) except -1    # or SpillError: the file takes nothing more

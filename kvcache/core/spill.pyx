@@ -124,6 +124,10 @@ cdef class Spill:
             return 0
         raise SpillError(self.folder, fault.layer, fault.block, _reason(fault.kind, fault.code))
 
+    cdef void forget_faults_(self) noexcept nogil:
+        cdef kvc_fault fault
+        kernels.take_fault(self.c, &fault)
+
     cdef int expect_room_(self) except -1:
         cdef int error
         with nogil:

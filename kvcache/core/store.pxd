@@ -42,6 +42,8 @@ cdef class BlockStore:
     cdef int64_t hold_(self, int64_t layer, const kvc_run *runs, int64_t num_runs, int use) noexcept nogil
     cdef void release_(self, int64_t layer, const kvc_run *runs, int64_t num_runs, int use) noexcept nogil
     cdef int expect_good_(self) except -1    # or SpillError of what was not there since the last time
+    # Nothing is told of what was not there: whoever reads or writes what was to be cleared or copied is told.
+    cdef void forget_faults_(self) noexcept nogil
     cdef int expect_room_(self) except -1    # or SpillError where nothing more can be written
 
     # Arguments

@@ -344,6 +344,10 @@ cdef class BlockStore:
     cdef int expect_good_(self) except -1:
         return 0 if self.spill is None else self.spill.raise_fault_()
 
+    cdef void forget_faults_(self) noexcept nogil:
+        if self.spilled != NULL:
+            self.spill.forget_faults_()
+
     cdef int expect_room_(self) except -1:
         return 0 if self.spill is None else self.spill.expect_room_()
 

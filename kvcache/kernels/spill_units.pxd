@@ -31,6 +31,7 @@ cdef extern from "kvc_spill.h" nogil:
     ctypedef struct kvc_spill_stats:
         int64_t resident
         int64_t holds
+        int64_t held_units
         int64_t waits
         int64_t read_units
         int64_t read_bytes

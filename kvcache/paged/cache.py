@@ -127,10 +127,10 @@ class PagedKvCache:
             `index_dim` channels, a multiple of 8, in each, in the format `index_dtype`. Without `calibration`,
             `residual_length` and `first_tokens`.
 
-        spill: a folder, made if it is missing, for a file of what memory has no room for: `max_memory_bytes` are then those
-            in memory, of `num_blocks` blocks in all, and both are needed. The file has no name and ends with the cache,
-            in whichever way. The folder must belong to this user or to root, and nobody else may write to it. Results
-            have the bits of a cache in memory. Blocks that were used longest ago leave memory; summaries for
+        spill: a folder, made if it is missing, for a file of what memory has no room for: `max_memory_bytes` are then
+            those in memory, of `num_blocks` blocks in all, and both are needed. The file has no name and ends with the
+            cache, in whichever way. The folder must belong to this user or to root, and nobody else may write to it.
+            Results have the bits of a cache in memory. Blocks that were used longest ago leave memory; summaries for
             `top_tokens` and rows in f16 stay. See the guide `outgrown.md`. PermissionError, OSError: of the folder.
 
     Every call can raise these errors, and has then changed nothing.

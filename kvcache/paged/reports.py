@@ -116,7 +116,8 @@ class SpillStats(NamedTuple):
         file_bytes: what the file takes on its disk now.
         holds: times that attention has needed blocks of a layer, in pieces of 1,024 tokens, or chosen by a query for a
             KV head.
-        waits: how many of these waited for the file.
+        held: blocks of a layer in them.
+        waits: how many of these times waited for the file.
         reads, read_bytes: blocks of a layer that were read from the file, and bytes in whole slots of it; those that
             were read ahead included.
         reads_ahead: how many were read before they were needed.
@@ -130,6 +131,7 @@ class SpillStats(NamedTuple):
     max_memory_bytes: int
     file_bytes: int
     holds: int
+    held: int
     waits: int
     reads: int
     read_bytes: int
@@ -146,7 +148,8 @@ class SpillStats(NamedTuple):
         assert spill is not None
         stats = spill.stats()
         counts = (int(stats[name]) for name in (
-            "holds", "waits", "read_units", "read_bytes", "ahead_units", "written_units", "written_bytes", "faults",
+            "holds", "held_units", "waits", "read_units", "read_bytes", "ahead_units", "written_units", "written_bytes",
+            "faults",
         ))
         on_disk = os.fstat(spill.fd).st_blocks * 512
         return cls(spill.folder, int(stats["resident"]), spill.limit, on_disk, *counts, stats["read_seconds"])

@@ -25,7 +25,7 @@ cdef class PagedSequences:
     cdef int64_t capacity
 
     # For the bytes, with the lock held. None of these takes memory.
-    cdef int _clear_new(self, const int64_t *counts, int64_t n) except -1     # the last tokens of the picked sequences
+    cdef void _clear_new(self, const int64_t *counts, int64_t n) noexcept     # the last tokens of the picked sequences
     cdef void _copy_blocks(self) noexcept                                     # what copy-on-write has ordered
 
     cdef int _expect(self, uint64_t seq_id, int64_t uid) except -1            # or InvalidOperationError

@@ -364,7 +364,7 @@ cdef class PagedSequences:
             table.victims.touched(table.picked[i])
         return self.store.expect_good_()
 
-    cdef int _clear_new(self, const int64_t *counts, int64_t n) except -1:
+    cdef void _clear_new(self, const int64_t *counts, int64_t n) noexcept:
         cdef Sequence *seq
         cdef int64_t i
         self._copy_blocks()
@@ -373,7 +373,7 @@ cdef class PagedSequences:
             self.store.clear_new_(seq.tokens.runs, seq.tokens.num_runs, count_at(counts, i))
             if self.residual is not None:
                 self.residual.store.clear_new_(seq.residual.runs, seq.residual.num_runs, self.table.more_rows[i])
-        return self.store.expect_good_()
+        self.store.forget_faults_()
 
     cdef void _copy_blocks(self) noexcept:
         copy_blocks(self.store, self.table.run_lists)

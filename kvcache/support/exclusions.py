@@ -71,7 +71,8 @@ EXCLUSIONS = {row.setting: row for row in (
     Exclusion("autosave", "None", ("tiers",), "tiers may have a DirectoryTier of their own"),
     Exclusion("draft", "None", ("eviction",), "draft tokens that do not hold are cut off; what they evicted is gone"),
     Exclusion(
-        "draft: of a network", "None or ngram", ("eviction", "spill"), "the K and V of drafts keep all tokens, in memory"
+        "draft: of a network", "None or ngram", ("eviction", "spill"),
+        "the K and V of drafts keep all tokens, in memory",
     ),
     Exclusion(
         "spill", "None", ("eviction", "no whole", "state"),

@@ -199,13 +199,14 @@ class CacheArguments:
         """More arguments of the cache of the layers that keep all tokens, where it spills."""
         if self.spill is None:
             return {}
-        limit = as_memory(self.max_memory_bytes, "max_memory_bytes") - self.bytes_beside_spill(blocks, cached or 0)
-        if limit <= 0:
+        beside = self.bytes_beside_spill(blocks, cached or 0)
+        limit = as_memory(self.max_memory_bytes, "max_memory_bytes")
+        if limit <= beside:
             raise ValueError(
-                f"max_memory_bytes: expected more than {self.bytes_beside_spill(blocks, cached or 0)}, the bytes beside "
-                f"{blocks} blocks that spill, got {self.max_memory_bytes}"
+                f"max_memory_bytes: expected more than {beside}, what {blocks} blocks that spill keep in memory, "
+                f"got {limit}"
             )
-        return {"spill": self.spill, "max_memory_bytes": limit}
+        return {"spill": self.spill, "max_memory_bytes": limit - beside}
 
     def bytes_beside_spill(self, blocks: int, cached: int = 0) -> int:
         """The bytes of a pool of `blocks` blocks that stay in memory; of a subclass, which knows the kinds."""

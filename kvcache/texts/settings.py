@@ -82,9 +82,9 @@ class CacheSettings(CacheArguments):
         expect("spill", folder, self.features)
         if self.sparse_tokens is None:
             warnings.warn(
-                "spill without sparse_tokens: queries attend to all tokens, and each step reads from the disk those that "
-                "max_memory_bytes have no room for",
-                stacklevel=5,
+                "spill without sparse_tokens: queries attend to all tokens, and each step reads from the disk those "
+                "that max_memory_bytes have no room for",
+                stacklevel=4,
             )
         return replace(self, spill=os.path.abspath(os.fspath(folder)))
 
@@ -175,7 +175,7 @@ class CacheSettings(CacheArguments):
         # Plus one block: cutting the last token off may copy the last block.
         count, context = self.num_blocks, -(-load.default_contexts * positions // size) + 1
         if self.spill is not None:
-            return self._spilling_blocks(context * max(load.texts, 1) if count is None else count)
+            return self._spilling_blocks((-(-positions // size) + 1) * max(load.texts, 1) if count is None else count)
         if self.max_memory_bytes is None:
             tokens = min(load.default_contexts * positions, load.default_tokens)
             return -(-tokens // size) + 1 if count is None else count
@@ -198,8 +198,13 @@ class CacheSettings(CacheArguments):
         room = disk.f_bavail * disk.f_frsize // slot
         if not room:
             raise OSError(errno.ENOSPC, f"spill: expected room for a block of {slot} bytes, got none", self.spill)
-        return self.fitting(min(count, room), lambda blocks: 2 * self.bytes_beside_spill(blocks),
-                            self.max_memory_bytes, "of what stays in memory beside one block, twice")
+        always = self.bytes_beside_spill(0)
+
+        def needed(blocks: int) -> int:
+            beside = self.bytes_beside_spill(blocks)
+            return beside + max(beside - always, self.spilled_bytes)
+
+        return self.fitting(min(count, room), needed, self.max_memory_bytes, "of one block and of what stays in memory")
 
     def bytes_beside_spill(self, blocks: int, cached: int = 0) -> int:
         """The bytes of a pool of `blocks` blocks that stay in memory."""

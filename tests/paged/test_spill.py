@@ -196,14 +196,13 @@ def test_copies_of_what_cannot_be_read_are_no_better(tmp_path):
         cache.attention(0, queries, [2])
         cache.read(1, 2)
     last = int(cache.get_sequence(1).block_ids[-1])
-    cache.read(2, 1)    # the last layer pushes the others out
+    cache.read(2, 1)  # the last layer pushes the others out
     cache.read(1, 1, 0, 1500)
     assert last in blocks_elsewhere(cache, 0, 1)
     descriptor = os.open(f"/proc/self/fd/{cache.blocks.store.spill.fd}", os.O_RDWR)
     os.ftruncate(descriptor, 0)
     os.close(descriptor)
-    with pytest.raises(SpillError):
-        cache.append(3, 1)    # copies the last block
+    cache.append(3, 1)  # copies the last block
     for seq in (1, 3):
         with pytest.raises(SpillError):
             cache.read(0, seq, 1584)
@@ -222,11 +221,15 @@ def test_a_full_disk_is_told_where_memory_has_no_room_either(tmp_path):
     own = os.dup(fd)
     os.dup2(full, fd)
     rng = np.random.default_rng(1)
-    with pytest.raises(SpillError, match="No space left"):
+
+    def write_on():
         for _ in range(200):
             cache.append(2, 16)
             for layer in range(3):
                 cache.write(layer, 2, *rng.standard_normal((2, 16, 2, 64)).astype(np.float32))
+
+    with pytest.raises(SpillError, match="No space left"):
+        write_on()
     tokens = cache.get_sequence(2).num_tokens
     for _ in range(2):
         with pytest.raises(SpillError):
