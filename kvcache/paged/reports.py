@@ -146,13 +146,17 @@ class SpillStats(NamedTuple):
         """The report of a store that spills."""
         spill = store.spill
         assert spill is not None
-        stats = spill.stats()
-        counts = (int(stats[name]) for name in (
-            "holds", "held_units", "waits", "read_units", "read_bytes", "ahead_units", "written_units", "written_bytes",
-            "faults",
-        ))
-        on_disk = os.fstat(spill.fd).st_blocks * 512
-        return cls(spill.folder, int(stats["resident"]), spill.limit, on_disk, *counts, stats["read_seconds"])
+        found, on_disk = spill.stats(), os.fstat(spill.fd).st_blocks * 512
+        names = {
+            "holds": "holds", "held": "held_units", "waits": "waits", "reads": "read_units", "read_bytes": "read_bytes",
+            "reads_ahead": "ahead_units", "writes": "written_units", "written_bytes": "written_bytes",
+            "faults": "faults",
+        }
+        counts = {name: int(found[own]) for name, own in names.items()}
+        return cls(
+            folder=spill.folder, memory_bytes=int(found["resident"]), max_memory_bytes=spill.limit, file_bytes=on_disk,
+            read_seconds=found["read_seconds"], **counts,
+        )
 
 
 class CsrBlockTable(NamedTuple):
