@@ -108,7 +108,7 @@ class SnapshotError(KvCacheError):
 
 
 class SpillError(KvCacheError):
-    """What memory has no room for cannot be written to its file, or cannot be read from it as it was written.
+    """A cache that spills cannot write what memory has no room for, or cannot read it as it was written.
 
     Attributes:
         folder: of the file.

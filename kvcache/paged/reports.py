@@ -107,7 +107,7 @@ class CacheStats:
 
 
 class SpillStats(NamedTuple):
-    """What lies where in a cache that spills, and what was read and written since it was made.
+    """Counters of a cache that spills: where its blocks lie, and how much was read and written since it was made.
 
     Attributes:
         folder: of the file.
