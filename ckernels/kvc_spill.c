@@ -22,6 +22,7 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -43,7 +44,7 @@ enum { TAKEN = 1, PRESENT = 2, BEING_READ = 4, BEING_WRITTEN = 8, SAVED = 16, IS
 
 typedef struct unit_record {
     int32_t newer, older; /* in the order of leaving; -1: none */
-    int32_t next;         /* in a queue of requests */
+    int32_t next;         /* in a queue of requests; of one that could not be read, the code of its request */
     uint32_t checksum;    /* of what the file has */
     uint32_t holds;
     unsigned char state;
@@ -68,7 +69,7 @@ struct kvc_spill {
     int32_t newest, oldest;
     queue reads, writes;
     const int32_t *references;
-    int write_error; /* of the last request that wrote; 0: none */
+    atomic_int write_error; /* of the last request that wrote; 0: none */
     kvc_fault fault;
     kvc_spill_stats stats;
     size_t buffer_bytes;
@@ -249,7 +250,7 @@ static void end_read(kvc_spill *s, int32_t unit, int code, int is_good) {
         list_if_free(s, unit, 0);
         return;
     }
-    if (u->holds) note_fault(s, !code ? KVC_CHECKSUM_FAULT : code < 0 ? KVC_SHORT_FAULT : KVC_READ_FAULT, unit, code);
+    u->next = code; /* of the fault, for who holds it */
     if (!u->holds) give_memory(s, unit); /* ahead of its use: who asks for it reads it again */
 }
 
@@ -467,7 +468,12 @@ int64_t kvc_hold(kvc_spill *s, const kvc_units *units, kvc_use use) {
         if ((unit = unit_at(s, units, i, &last, &run)) < 0) continue;
         while (is_busy(&s->units[unit], use) && wait_for_one(s)) continue;
         unit_record *u = &s->units[unit];
-        missing += !(u->state & PRESENT);
+        if (use == KVC_TO_REPLACE) u->state |= PRESENT; /* also where it was read ahead, in vain */
+        if (!(u->state & PRESENT)) {
+            const kvc_fault_kind kind = !u->next ? KVC_CHECKSUM_FAULT : u->next < 0 ? KVC_SHORT_FAULT : KVC_READ_FAULT;
+            missing++;
+            if (u->state & TAKEN) note_fault(s, kind, unit, u->next);
+        }
         if (use != KVC_TO_READ && (u->state & PRESENT)) u->state &= (unsigned char)~(SAVED | IS_SPOILED);
     }
     if (use == KVC_TO_READ) s->stats.holds++, s->stats.waits += waits > 0;

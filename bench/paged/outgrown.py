@@ -1,22 +1,22 @@
 """`python -m bench outgrown`: decode steps of contexts that memory has no room for (`PagedKvCache(spill=)`).
 
 The K and V of the 1B shape (16 layers, 32 query heads, 8 KV heads of 64 channels) are generated: a prefill of such
-contexts takes hours. Keys of a page lie around a centre. Queries change slowly, so that a KV head chooses as large a part
-of the pages of the token before again as in SmolLM2-135M behind 4,000 tokens: 0.70 with 256 of them chosen. That is measured of
-what was generated, and printed. A step writes one token and attends to what its queries choose, in all layers; it has no
-products with weights, so that ratios are lower than those of a whole network.
+contexts takes hours. Keys of a page lie around a centre. Queries change slowly, so that a KV head chooses as large a
+part of the pages of the token before again as in SmolLM2-135M behind 4,000 tokens: 0.70, of 28 pages. The share is
+measured of what was generated, and printed. A step writes one token and attends to what its queries choose, in all
+layers; it has no products with weights, so that ratios are lower than those of a whole network.
 
 Columns: *held* and *read* are blocks of a layer that a step attends to and that it reads from the file; *waits* is the
-share of lists of pages, one for each KV head and layer, that wait for one; *read_bytes* is what the system says that the
-process has read from the device, per step. The file is read past the page cache where its file system allows. Beside
-them stands what the device gives: random reads of one block, 16 at once.
+share of lists of pages, one for each KV head and layer, that wait for one; *read_bytes* is what the system says that
+the process has read from the device, per step. The file is read past the page cache where its file system allows.
+Beside them stands what the device gives: random reads of one block, 16 at once.
 
 Bytes and reads of a token, computed: a page of one KV head is 1,152 bytes in q4, a block of all heads of a layer 9,216
-and 12,288 of the file. `top_tokens` of 1,024 choose 112 pages for each head, 14,336 in all: as many reads at most, of 176
-MB, if nothing is in memory and no two heads choose the same page. A head at a time would be 59 MB with neighbours of 4
-pages; blocks of all heads bring what the other heads of the layer choose too. A fifth of a context holds what one token
-chooses where the context has more than about 128k tokens; below that the heads together choose more than a fifth, and
-each step reads most of it.
+and 12,288 of the file. `top_tokens` of 1,024 choose 112 pages for each head, 14,336 in all: as many reads at most, of
+176 MB, if nothing is in memory and no two heads choose the same page. A head at a time would be 59 MB with neighbours
+of 4 pages; blocks of all heads bring what the other heads of the layer choose too. A fifth of a context holds what one
+token chooses where the context has more than about 128k tokens; below that the heads together choose more than a fifth,
+and each step reads most of it.
 """
 
 from __future__ import annotations

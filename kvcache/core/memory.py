@@ -7,7 +7,7 @@
     bookkeeping  tables, pools, orders of eviction, indexes
     scratch      work memory of the kernels: what attention keeps from call to call, as much as its largest call took,
                  and of engines the rows and partial sums of the largest product so far, which it freed when it ended
-    disk         of K and V, the file of a cache that spills, whose "kv" are those in memory; nothing without one
+    disk         of K and V, the file of a cache that spills, whose "kv" are the most in memory; nothing without one
     huge         of weights and kv, what lies on huge pages now; 0 if the system does not say, as only Linux does
 
 Arrays that a call returns, and a network's rows of activations, belong to the call and are not counted. Of the memory

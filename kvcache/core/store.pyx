@@ -50,8 +50,8 @@ cdef class BlockStore:
         latent: V is the first `value_head_dim` channels of K, of one KV head, and takes no memory of its own.
         calibration: of keys; a `Calibration` of these layers, heads and channels, or None. With `latent` V lacks the
             first channels of its centres too.
-        spill: `(folder, limit)`: at most `limit` bytes of the blocks are in memory, the others in a file of this folder, see
-            `Spill`; None: all are in memory.
+        spill: `(folder, limit)`: at most `limit` bytes of the blocks are in memory, the others in a file of this
+            folder, see `Spill`; None: all are in memory.
         index: `(layers, channels, format)`: so many index layers follow the `num_layers`, whose rows are keys of one
             head of these channels and in this format, for indexers; with `latent`. None: there are none.
 

@@ -909,15 +909,15 @@ class PagedKvCache:
     def memory(self) -> dict[str, int]:
         """Bytes: "kv" of all blocks, "bookkeeping" of tables, pools and eviction order, "scratch" of attention.
 
-        "huge" are those of "kv" that lie on huge pages. With `spill` "kv" are those in memory, and "disk" those of the
-        file.
+        "huge" are those of "kv" that lie on huge pages. With `spill` "kv" are the most of those in memory, and "disk" are
+        those of the file.
         """
         beside = 0 if self._residual is None else self._residual.nbytes
         stores = [self._store] if self._residual is None else [self._store, self._residual.store]
         spill = self.spill
-        kv = self.total_memory_bytes if spill is None else spill.memory_bytes + self._bytes_beside
+        kv = self._store.nbytes if spill is None else min(spill.max_memory_bytes, self._store.nbytes)
         return {
-            "kv": kv,
+            "kv": kv + self._bytes_beside,
             "bookkeeping": self.stats().bookkeeping_bytes + beside,
             "scratch": self._attention.nbytes,
             "huge": huge_bytes(store.span for store in stores),

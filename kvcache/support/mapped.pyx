@@ -16,7 +16,8 @@ cdef extern from * nogil:
     int munmap(void *addr, size_t length)
     int mprotect(void *addr, size_t length, int prot)
     int madvise(void *addr, size_t length, int advice)
-    int PROT_NONE, PROT_READ, PROT_WRITE, MAP_PRIVATE, MAP_ANONYMOUS, MADV_HUGEPAGE, MADV_DONTNEED, MADV_NOHUGEPAGE, MAP_NORESERVE
+    int PROT_NONE, PROT_READ, PROT_WRITE, MAP_PRIVATE, MAP_ANONYMOUS, MAP_NORESERVE
+    int MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_DONTNEED
     void *MAP_FAILED
 
 cdef enum:
