@@ -909,8 +909,8 @@ class PagedKvCache:
     def memory(self) -> dict[str, int]:
         """Bytes: "kv" of all blocks, "bookkeeping" of tables, pools and eviction order, "scratch" of attention.
 
-        "huge" are those of "kv" that lie on huge pages. With `spill` "kv" are the most of those in memory, and "disk" are
-        those of the file.
+        "huge" are those of "kv" that lie on huge pages. With `spill` "kv" are the most of those in memory, and "disk"
+        are those of the file.
         """
         beside = 0 if self._residual is None else self._residual.nbytes
         stores = [self._store] if self._residual is None else [self._store, self._residual.store]
