@@ -39,6 +39,7 @@ BENCHES = {
     "tiers": ("bench.tiers.tiers", "prefixes from a directory, Redis and a cluster: first token, rates, slow networks"),
     "transformers": ("bench.transformers.generating", "PagedCache in generate, beside transformers' own caches"),
     "events": ("bench.prefix.events", "block events: what they cost in the index, in their thread and in steps"),
+    "outgrown": ("bench.paged.outgrown", "contexts larger than memory: steps with a part of the blocks in a file"),
     "fleet": ("bench.fleet.fleet", "a fleet of 2 to 256 servers on paper: routing, a shared store, both"),
     "routing": ("bench.fleet.routing", "cached tokens behind Dynamo, vllm-router, Ray Serve and SGLang's router"),
     "trace": ("bench.prefix.trace", "a serving trace through the prefix cache: hit rates by capacity and policy"),
@@ -81,6 +82,7 @@ Every bound is a ratio of two measurements of one run; the tables show whether i
   python -m bench tiers --size small --only rates  one table of a small network
   python -m bench transformers --plot bench/pictures    needs the extra [hf] and 8 GB; half an hour
   python -m bench events                           needs the extra [cluster]; a minute
+  python -m bench outgrown                         contexts up to 512k, 5 GB of memory and of disk; ten minutes
   python -m bench fleet --file requests.jsonl      a trace in Mooncake's format; a minute
   python -m bench fleet --check                    two real servers beside the model; needs the extra [serve]
   python -m bench routing                          those of the four engines that are installed; some minutes

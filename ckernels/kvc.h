@@ -91,6 +91,8 @@ typedef struct kvc_seq {
     const int64_t *parents, *depths;
 } kvc_seq;
 
+struct kvc_spill;
+
 /* The arguments of one attention call. Rows of queries and out: sequence by sequence, as in seqs. Queries are widened
  * where an item reads them, doubles rounded.
  *
@@ -125,6 +127,8 @@ typedef struct kvc_attend_args {
     const kvc_seq *residuals;
     const kvc_layout *residual_layout; /* of the same heads and channels, not rotated, without centres */
     const unsigned char *residual_arena;
+    struct kvc_spill *spill; /* NULL, or where blocks of `arena` lie while they are not in memory (kvc_spill.h) */
+    int32_t spill_layer;     /* the layer of these blocks there */
 } kvc_attend_args;
 
 /* A part of that call that runs on one thread. A row is a (query, query head of the group) pair of one KV head,

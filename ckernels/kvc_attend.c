@@ -280,15 +280,19 @@ NOINLINE void attend_tokens(job *j, int64_t token) {
     const int heads = j->item->head_stop - j->item->head;
     for (int h = 0; h < heads; h++) pack_queries(j, j->item->head + h, j->item->row, j->rows, (size_t)(h * j->rows));
     chunk chunks[2];
-    cursor at = seek(j, token);
+    cursor at = seek(j, token), from = at; /* from: the token that `now` begins with */
     next_chunk(j, &at, &chunks[0]);
     int64_t segment = -1; /* of the chunk before */
+    kvc_units held = {0};
     for (int turn = 0; chunks[turn].lanes; turn ^= 1) {
         const chunk *now = &chunks[turn], *next = &chunks[turn ^ 1];
-        if (now->segment != segment) begin_segment(j, segment = now->segment);
+        if (now->segment != segment) begin_segment(j, segment = now->segment), held = hold_segment(j, from);
+        from = at;
         next_chunk(j, &at, &chunks[turn ^ 1]);
         for (int h = 0; h < heads; h++) attend_chunk(j, now, next, h);
-        if (!next->lanes || next->segment != segment) end_segment(j, segment);
+        if (next->lanes && next->segment == segment) continue;
+        release_units(j, &held);
+        end_segment(j, segment);
     }
 }
 
@@ -374,8 +378,11 @@ void KVC_OWN(score_item)(const kvc_attend_args *args, const kvc_item *item, void
             if (token >= stop) continue;
             for (cursor at = seek(&j, token); at.token < stop;) {
                 chunk c;
+                const cursor from = at;
                 next_chunk(&j, &at, &c);
+                const kvc_units held = hold_chunk(&j, from, &at);
                 const int lanes = score_chunk(&j, &c, head, 0, rows, (ahead_rows){NULL, 0, 0}, NULL);
+                release_units(&j, &held);
                 add_weights(&j, &c, head, row, rows, lanes, scores);
             }
         }

@@ -308,10 +308,13 @@ static int64_t page_chunk(const job *j, const kvc_seq *seq, const kvc_span *seen
 
 typedef int64_t fill_chunk(const job *, const kvc_seq *, const kvc_span *seen, const int32_t *list, int64_t count, chunk *);
 
-/* Attends to the tokens or pages of a list, ascending, with the queries that are packed. */
-INLINE void attend_list(job *j, const kvc_seq *seq, const kvc_span *seen, fill_chunk *fill, const int32_t *list, int64_t count) {
+/* Attends to the tokens or pages of a list, ascending, with the queries that are packed. A block has `of_block` of them. */
+INLINE void attend_list(job *j, const kvc_seq *seq, const kvc_span *seen, fill_chunk *fill, const int32_t *list, int64_t count,
+                        int of_block) {
     const kvc_seq all = {.num_tokens = INT32_MAX, .whole = 1}; /* chunks mask their lanes */
+    const kvc_units units = {seq->runs, list, count, of_block, j->args->spill_layer};
     chunk chunks[2];
+    if (j->spill) kvc_hold(j->spill, &units, KVC_TO_READ);
     int64_t at = fill(j, seq, seen, list, count, &chunks[0]);
     j->seq = &all;
     begin_segment(j, 0);
@@ -319,6 +322,7 @@ INLINE void attend_list(job *j, const kvc_seq *seq, const kvc_span *seen, fill_c
         at += fill(j, seq, seen, list + at, count - at, &chunks[turn ^ 1]);
         attend_chunk(j, &chunks[turn], &chunks[turn ^ 1], 0);
     }
+    release_units(j, &units);
     end_segment(j, 0);
 }
 
@@ -359,7 +363,7 @@ static void attend_some(job *j, const kvc_sparse_args *sparse, const kvc_seq *se
     for (int64_t page = of.seen.first / KVC_PAGE; page < of.first; page++) c.pages[count++] = (int32_t)page;
     count += choose_pages(j, sparse, seq, &of, c, c.pages + count);
     for (int64_t page = of.stop; page * KVC_PAGE < of.seen.stop; page++) c.pages[count++] = (int32_t)page;
-    attend_list(j, seq, &of.seen, page_chunk, c.pages, count);
+    attend_list(j, seq, &of.seen, page_chunk, c.pages, count, j->layout->block_size / KVC_PAGE);
 }
 
 /* Attends to the tokens that the call lists. */
@@ -368,7 +372,7 @@ static void attend_listed(job *j, const kvc_sparse_args *sparse, const kvc_seq *
     const int32_t *tokens = sparse->listed + (query * j->layout->num_heads + j->item->head) * sparse->num_listed;
     int64_t count = 0;
     while (count < sparse->num_listed && tokens[count] >= 0) count++;
-    attend_list(j, seq, NULL, list_chunk, tokens, count);
+    attend_list(j, seq, NULL, list_chunk, tokens, count, j->layout->block_size);
 }
 
 void KVC_OWN(attend_chosen)(const kvc_attend_args *args, const kvc_sparse_args *sparse, const kvc_item *item, void *scratch) {

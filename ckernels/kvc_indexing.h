@@ -28,8 +28,11 @@ void KVC_OWN(index_scores)(const kvc_attend_args *args, const float *weights, co
         pack_queries(&j, 0, row, rows, 0);
         for (cursor at = seek(&j, item->token); at.token < item->token_stop;) {
             chunk c;
+            const cursor from = at;
             next_chunk(&j, &at, &c);
+            const kvc_units held = hold_chunk(&j, from, &at);
             const int lanes = score_chunk(&j, &c, 0, 0, rows, (ahead_rows){NULL, 0, 0}, NULL);
+            release_units(&j, &held);
             add_heads(&j, &c, own + (row - item->row), rows, lanes, row == item->row, scores);
         }
     }

@@ -5,6 +5,7 @@
 #include "kvc_attend.h"
 #include "kvc_kernels.h"
 #include "kvc_segment.h"
+#include "kvc_spill.h"
 #include "kvc_tiles.h"
 
 #define LOG2E 1.4426950408889634
@@ -61,6 +62,7 @@ typedef struct job {
     unit_query *unit_q, *unit_sink_q; /* [head][row] */
     unit_weights *unit_w;             /* [row], in the memory of panels and stage */
     unsigned char *turned;            /* of latent rows: the tiles of V of a chunk */
+    kvc_spill *spill;                 /* where blocks that are not in memory lie; NULL: all are */
 } job;
 
 /* Whether the runs fill their blocks, but for the slots before the first token and behind the last one. They do if all
@@ -191,6 +193,41 @@ static void next_chunk(const job *j, cursor *at, chunk *c) {
     }
 }
 
+/* ---- Blocks that may lie in a file: they are held while their tokens are read. */
+
+/* Runs from one on that have the tokens up to `stop`; `token` is the first one of the first run. */
+static kvc_units units_of(const job *j, const kvc_run *run, int64_t *token, int64_t stop) {
+    kvc_units units = {.runs = run, .divisor = 1, .layer = j->args->spill_layer};
+    for (; *token < stop; run++, units.count++) *token += run->stop - run->first;
+    return units;
+}
+
+/* Holds the blocks from a token on up to the end of its segment, and begins to read those of the next one. */
+static kvc_units hold_segment(const job *j, cursor at) {
+    if (!j->spill) return (kvc_units){0};
+    while (at.slot == at.run->stop) at.run++, at.slot = at.run->first;
+    int64_t token = at.token - (at.slot - at.run->first), stop = (kvc_segment_of(j->seq, at.token) + 1) * KVC_SEGMENT - j->seq->start;
+    const int64_t then = stop + KVC_SEGMENT;
+    const kvc_units units = units_of(j, at.run, &token, stop < j->token_stop ? stop : j->token_stop);
+    kvc_hold(j->spill, &units, KVC_TO_READ);
+    const kvc_units ahead = units_of(j, at.run + units.count, &token, then < j->token_stop ? then : j->token_stop);
+    if (ahead.count) kvc_hold_ahead(j->spill, &ahead);
+    return units;
+}
+
+/* Holds the blocks of a chunk, between the cursors of before and after it. */
+static kvc_units hold_chunk(const job *j, cursor before, const cursor *after) {
+    if (!j->spill) return (kvc_units){0};
+    while (before.slot == before.run->stop) before.run++, before.slot = before.run->first;
+    const kvc_units units = {.runs = before.run, .count = after->run - before.run + 1, .divisor = 1, .layer = j->args->spill_layer};
+    kvc_hold(j->spill, &units, KVC_TO_READ);
+    return units;
+}
+
+static void release_units(const job *j, const kvc_units *units) {
+    if (j->spill) kvc_release(j->spill, units, KVC_TO_READ);
+}
+
 /* Reads tokens up to `token_stop` from now on: those of the sequence, or of its residual, whose segment is the last one. */
 static void read_from(job *j, int residual, int64_t token_stop) {
     const kvc_attend_args *args = j->args;
@@ -198,6 +235,7 @@ static void read_from(job *j, int residual, int64_t token_stop) {
     j->seq = (residual ? args->residuals : args->seqs) + j->item->seq;
     j->layout = layout;
     j->arena = residual ? args->residual_arena : args->arena;
+    j->spill = residual ? NULL : args->spill;
     j->first_segment = residual ? j->item->first_segment + j->item->segments - 1 : 0;
     j->token_stop = token_stop;
     j->k_rows = kvc_rows_of(layout, KVC_KEYS);

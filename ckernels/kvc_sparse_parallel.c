@@ -9,6 +9,7 @@
  * Scratch: [sizes of kvc_attend] or [missing pages] or [one piece per thread].
  */
 #include "kvc_sparse.h"
+#include "kvc_spill.h"
 #include "kvc_threads.h"
 
 enum { PAGES_OF_ITEM = 8, MOST_MISSING = 4096 };
@@ -74,9 +75,18 @@ size_t kvc_sparse_scratch_bytes(const kvc_attend_args *args, const kvc_sparse_ar
 
 static void summarise_pages(void *context, int64_t index, int thread) {
     const call *c = context;
+    const int64_t first = index * PAGES_OF_ITEM, stop = first + PAGES_OF_ITEM < c->num_missing ? first + PAGES_OF_ITEM : c->num_missing;
+    kvc_run runs[PAGES_OF_ITEM];
+    const kvc_units units = {.runs = runs, .count = stop - first, .divisor = 1, .layer = c->args->spill_layer};
     (void)thread;
-    for (int64_t i = index * PAGES_OF_ITEM; i < (index + 1) * PAGES_OF_ITEM && i < c->num_missing; i++)
-        c->kernels->summarise_page(c->args->layout, c->args->arena, c->missing[i].block, c->missing[i].page, &c->sparse.summaries);
+    for (int64_t i = first; i < stop; i++) runs[i - first] = (kvc_run){c->missing[i].block, 0, 0};
+    const int64_t faults = c->args->spill ? kvc_hold(c->args->spill, &units, KVC_TO_READ) : 0;
+    for (int64_t i = first; i < stop; i++) {
+        const missing_page *m = &c->missing[i];
+        c->kernels->summarise_page(c->args->layout, c->args->arena, m->block, m->page, &c->sparse.summaries);
+        if (faults) c->sparse.summaries.made[m->block * (c->args->layout->block_size / KVC_PAGE) + m->page] = 0;
+    }
+    if (c->args->spill) kvc_release(c->args->spill, &units, KVC_TO_READ);
 }
 
 static void make_missing(call *c, int threads) {

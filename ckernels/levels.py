@@ -63,7 +63,7 @@ LEVELS = [
 ]
 # The parts that exist once, which know what levels there are; and those of some levels alone.
 ONCE = "dispatch functions layout matmul_parallel matrix merge network_parallel parallel recurrence_parallel"
-ONCE += " rows_parallel indexer_parallel sparse_parallel threads"
+ONCE += " rows_parallel indexer_parallel sparse_parallel spill threads"
 FEW = "matmul_tiles matmul_bf16"
 
 

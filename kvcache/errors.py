@@ -16,6 +16,7 @@ __all__ = [
     "QueueFullError",
     "SequenceNotFoundError",
     "SnapshotError",
+    "SpillError",
 ]
 
 
@@ -104,6 +105,24 @@ class QueueFullError(KvCacheError):
 
 class SnapshotError(KvCacheError):
     """A saved cache or a snapshot is damaged, has other dimensions, or belongs to another model."""
+
+
+class SpillError(KvCacheError):
+    """A cache that spills cannot write what memory has no room for, or cannot read it as it was written.
+
+    Attributes:
+        folder: of the file.
+        layer, block: what could not be read, a layer of the cache that spills and one of its blocks; -1: it is not one.
+        reason: what was expected, and what there is.
+    """
+
+    def __init__(self, folder: str, layer: int, block: int, reason: str) -> None:
+        super().__init__(folder, layer, block, reason)
+        self.folder, self.layer, self.block, self.reason = folder, layer, block, reason
+
+    def __str__(self) -> str:
+        where = f" layer {self.layer}, block {self.block}:" if self.block >= 0 else ""
+        return f"spill: {self.folder}:{where} expected {self.reason}"
 
 
 class CheckpointError(KvCacheError, ValueError):

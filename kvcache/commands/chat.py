@@ -55,7 +55,8 @@ def chat(options: argparse.Namespace, default: str) -> int:
         options, InferenceEngine.from_pretrained, prefill_chunk=PIECE, adapters=adapter_of(options)
     )
     engine.reseed(secrets.randbits(63))  # `--seed` is one of `sampling_params`, and comes first
-    cached = PrefixCachedEngine(engine, shared=True, max_memory_bytes=memory_of(options))
+    memory = memory_of(options) if options.spill is None else None
+    cached = PrefixCachedEngine(engine, shared=True, max_memory_bytes=memory)
     Talk(cached, options).run()
     return 0
 

@@ -101,6 +101,9 @@ def add_options(parser: argparse.ArgumentParser, *, model_required: bool, max_to
     add("--draft-tokens", type=int, default=MOST_DRAFTS, metavar="N", help="of a text in a step (%(default)s)")
     add("--max-memory", metavar="BYTES",
         help="of keys and values, a number, a text such as 4GiB, or such as 50%% of the memory that is available")
+    add("--spill", metavar="FOLDER",
+        help="for keys and values that --max-memory has no room for, in a file that ends with the process; best with "
+        "--sparse-tokens")
     add("--context", type=int, metavar="N",
         help="tokens that the cache has room for: of the longest text (those of the model, at most 8192); of a server, "
         f"of all texts ({CONTEXTS} times those of the model, at most {TOKENS}, within half of the memory that is "
@@ -194,7 +197,9 @@ def checked(options: argparse.Namespace) -> dict[str, Any]:
         as_count(num_blocks, "num_blocks", 1)
     as_count(options.draft_tokens, "draft_tokens", 1, CHEAP_ROWS)
     check_network(options)
-    return {"num_blocks": num_blocks, "max_memory_bytes": memory}
+    if options.spill is not None and memory is None:
+        raise ValueError("max_memory: expected the bytes in memory beside --spill, got none")
+    return {"num_blocks": num_blocks, "max_memory_bytes": memory, "spill": options.spill}
 
 
 def check_network(options: argparse.Namespace) -> None:

@@ -137,6 +137,7 @@ cdef class Attention:
         args.layout, args.arena, args.seqs, args.num_seqs = layout, self.store.base_(layer), self.seqs, num_seqs
         args.num_query_heads, args.scale, args.softcap = heads, call.factor_(self.store.layout.head_dim), call.cap
         args.known = self.store.known_(layer)
+        args.spill, args.spill_layer = self.store.spilled, 0 if self.store.separate else <int32_t>layer
         if self.residual is not None:
             args.residuals, args.residual_layout = self.residuals, self.residual.layouts.of_(layer)
             args.residual_arena = self.residual.base_(layer)
@@ -157,7 +158,7 @@ cdef class Attention:
         self.reserve_scratch(kernels.attend_scratch_bytes(layout, self.seqs, self.residuals, num_seqs, heads, threads))
         with nogil:
             kernels.attend(&args, self.scratch, threads)
-        return 0
+        return self.store.expect_good_()
 
     cdef int attend_chosen_(self, int64_t layer, kvc_attend_args *args, int64_t top_tokens, cnp.ndarray tokens,
                             bint indexed, int threads) except -1:
@@ -172,7 +173,7 @@ cdef class Attention:
         self.reserve_scratch(kernels.sparse_scratch_bytes(args, &sparse, threads))
         with nogil:
             kernels.attend_sparse(args, &sparse, self.scratch, threads)
-        return 0
+        return self.store.expect_good_()
 
     cdef cnp.ndarray choose_(self, int64_t layer, int64_t num_seqs, cnp.ndarray queries, cnp.ndarray weights,
                              int64_t most):
@@ -183,12 +184,14 @@ cdef class Attention:
         memset(&args, 0, sizeof(kvc_attend_args))
         args.layout, args.arena, args.seqs, args.num_seqs = (
             self.store.layouts.of_(layer), self.store.base_(layer), self.seqs, num_seqs)
+        args.spill, args.spill_layer = self.store.spilled, <int32_t>layer
         args.num_query_heads, args.scale, args.queries = <int>queries.shape[1], LN2, tensor_of(queries)
         index.weights, index.most = <const float *>cnp.PyArray_DATA(weights), most
         index.chosen = <int32_t *>cnp.PyArray_DATA(chosen)
         self.reserve_scratch(kernels.index_scratch_bytes(&args, &index, threads))
         with nogil:
             kernels.index_tokens(&args, &index, self.scratch, threads)
+        self.store.expect_good_()
         return chosen
 
     cdef int reserve_scratch(self, size_t size) except -1:

@@ -7,6 +7,7 @@
     bookkeeping  tables, pools, orders of eviction, indexes
     scratch      work memory of the kernels: what attention keeps from call to call, as much as its largest call took,
                  and of engines the rows and partial sums of the largest product so far, which it freed when it ended
+    disk         of K and V, the file of a cache that spills, whose "kv" are the most in memory; nothing without one
     huge         of weights and kv, what lies on huge pages now; 0 if the system does not say, as only Linux does
 
 Arrays that a call returns, and a network's rows of activations, belong to the call and are not counted. Of the memory
@@ -20,7 +21,7 @@ from typing import Any
 from kvcache.core.store import BlockStore
 from kvcache.support.arguments import as_bytes, as_integer
 
-__all__ = ["num_blocks_within", "total"]
+__all__ = ["as_spill_limit", "num_blocks_within", "total"]
 
 _MOST = 2**31 - 1  # blocks of a store
 
@@ -59,6 +60,22 @@ def num_blocks_within(
         count = most if count is None else min(count, most)
     assert count is not None
     return count
+
+
+def as_spill_limit(num_blocks: int | None, max_memory_bytes: int | str | None) -> int:
+    """The bytes in memory of a pool of `num_blocks` blocks that spills: `max_memory_bytes`.
+
+    Raises:
+        TypeError: one of them is not given; another kind.
+        ValueError: no bytes.
+    """
+    for name, value in (("num_blocks", num_blocks), ("max_memory_bytes", max_memory_bytes)):
+        if value is None:
+            raise TypeError(f"{name}: expected a number beside spill, got None")
+    limit = as_bytes(max_memory_bytes, "max_memory_bytes")
+    if not limit:
+        raise ValueError("max_memory_bytes: expected at least 1 with spill, got 0")
+    return limit
 
 
 def total(*reports: dict[str, int]) -> dict[str, int]:

@@ -4,8 +4,11 @@ from libc.stdint cimport int32_t, int64_t, uint16_t
 from libc.string cimport memcmp, memset
 
 from kvcache.core.layouts cimport Layouts
+from kvcache.core.spill cimport Spill
 from kvcache.kernels cimport kernels
+from kvcache.kernels.kernels cimport kvc_run
 from kvcache.kernels.sparse cimport KVC_PAGE, kvc_summaries
+from kvcache.kernels.spill_units cimport KVC_TO_READ
 from kvcache.support.mapped cimport MappedMemory
 
 __all__ = ["PageSummaries"]
@@ -39,11 +42,12 @@ cdef class PageSummaries:
         """Bytes of all summaries."""
         return int(self.num_blocks) * self.block_bytes
 
-    def check(self, PageSummaries other not None, size_t arena):
+    def check(self, PageSummaries other not None, size_t arena, Spill spill=None):
         """Verify that all summaries are those of the keys at this address.
 
         Args:
             other: room for the same blocks, in which the summaries are made anew.
+            spill: where the blocks lie that are not in memory; None: all are.
 
         Raises:
             AssertionError: naming which are not.
@@ -52,17 +56,27 @@ cdef class PageSummaries:
         cdef kvc_summaries own, new
         cdef int32_t block, page
         cdef size_t start
+        cdef kvc_run run
+        cdef int64_t missing
         for layer in range(self.layouts.num_layers):
             own, new, start = self.of_(layer), other.of_(layer), self.layouts.starts[layer] * <size_t>self.num_blocks
             for block in range(self.num_blocks):
+                if spill is not None and spill.pool.refs[block] == 0:
+                    continue    # its keys may be gone; who takes it writes it, and forgets these
                 for page in range(self.pages):
                     at = block * self.pages + page
                     if own.made[at]:
+                        run, missing = kvc_run(block, 0, 0), 0
+                        if spill is not None:
+                            missing = spill.hold_(layer, &run, 1, KVC_TO_READ)
                         kernels.summarise_page(&self.layouts.of[layer], <const unsigned char *>arena + start, block,
                                                page, &new)
+                        if spill is not None:
+                            spill.release_(layer, &run, 1, KVC_TO_READ)
+                            spill.forget_faults_()
                         same = (memcmp(own.codes + at * heads * dim, new.codes + at * heads * dim, heads * dim) == 0
                                 and memcmp(own.scales + at * heads, new.scales + at * heads, heads * 2) == 0)
-                        assert same, f"layer {layer}, block {block}, page {page}: summaries of other keys"
+                        assert same or missing, f"layer {layer}, block {block}, page {page}: summaries of other keys"
 
     cdef kvc_summaries of_(self, int64_t layer) noexcept nogil:
         cdef kvc_summaries summaries

@@ -7,7 +7,8 @@ from kvcache.core.knownkeys cimport KnownKeys
 from kvcache.core.kvrows cimport KvRows
 from kvcache.core.layouts cimport Layouts
 from kvcache.core.page_summaries cimport PageSummaries
-from kvcache.kernels.kernels cimport kvc_head_keys, kvc_layout, kvc_run
+from kvcache.core.spill cimport Spill
+from kvcache.kernels.kernels cimport kvc_head_keys, kvc_layout, kvc_run, kvc_spill
 from kvcache.support.mapped cimport MappedMemory
 
 
@@ -24,6 +25,9 @@ cdef class BlockStore:
     # holds: a slot below it is cleared when it becomes the slot of a new token.
     cdef uint16_t *written_slots
     cdef KnownKeys known               # of the keys, by a calibration
+    cdef readonly Spill spill          # where the blocks lie that are not in memory; None: all are
+    cdef kvc_spill *spilled            # of it, or NULL
+    cdef bint spills
     cdef readonly PageSummaries summaries    # of the keys, for sparse attention; None until some are reserved
 
     # Of a layer that a call names, in range: where its blocks lie, and what is known of the keys of each head; NULL
@@ -32,6 +36,15 @@ cdef class BlockStore:
     cdef int64_t attended_layer(self, int64_t layer) except -1             # the same; IndexError for an index layer too
     cdef unsigned char *base_(self, int64_t layer) noexcept nogil
     cdef const kvc_head_keys *known_(self, int64_t layer) noexcept nogil
+
+    # Blocks that may spill are held while their bytes are read or changed: returns how many are not there. Nothing in a
+    # store that does not spill.
+    cdef int64_t hold_(self, int64_t layer, const kvc_run *runs, int64_t num_runs, int use) noexcept nogil
+    cdef void release_(self, int64_t layer, const kvc_run *runs, int64_t num_runs, int use) noexcept nogil
+    cdef int expect_good_(self) except -1    # or SpillError of what was not there since the last time
+    # Nothing is told of what was not there: whoever reads or writes what was to be cleared or copied is told.
+    cdef void forget_faults_(self) noexcept nogil
+    cdef int expect_room_(self) except -1    # or SpillError where nothing more can be written
 
     # Arguments
     cdef unsigned char *layer_base(self, int64_t layer) except NULL      # or IndexError
@@ -46,12 +59,18 @@ cdef class BlockStore:
     cdef void write_(self, int64_t layer, const kvc_run *runs, int64_t num_runs, KvRows rows, int64_t first,
                      int threads) noexcept nogil
 
+    cdef void _write_held(self, int64_t layer, const kvc_run *runs, int64_t num_runs, KvRows rows, int64_t first,
+                          int threads) noexcept nogil
+
     cdef int dim_(self, int64_t layer, int side) noexcept nogil           # head_dim of K (0) or of V (1)
     # Into float32 (n, num_heads, dim_), channels together, no negative strides; None: that side is not read.
     cdef int read_(self, int64_t layer, const kvc_run *runs, int64_t num_runs, cnp.ndarray keys,
                    cnp.ndarray values) except -1
     cdef object new_rows(self, int64_t layer, int64_t n, int side)    # float32 (n, num_heads, dim_), not filled
     cdef void copy_(self, const int32_t *sources, const int32_t *targets, int64_t n) noexcept nogil    # whole blocks
+    cdef void _copy_held(self, int64_t layer, int32_t source, int32_t target) noexcept nogil
+    cdef void _move(self, int64_t layer, BlockStore other, const int32_t *move) noexcept nogil    # a row of move_slots
+    cdef void _clear(self, int64_t layer, int32_t block, int first, int count) noexcept nogil
     # The last `count` slots of these runs are new tokens: they read as zeros until they are written.
     cdef void clear_new_(self, const kvc_run *runs, int64_t num_runs, int64_t count) noexcept nogil
 

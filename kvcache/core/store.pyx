@@ -12,19 +12,24 @@ from kvcache.core.knownkeys cimport known_keys
 from kvcache.core.kvrows cimport STEP, KvRows
 from kvcache.core.layouts cimport Layouts
 from kvcache.core.page_summaries cimport PageSummaries
+from kvcache.core.spill cimport Spill
 from kvcache.kernels cimport kernels
 from kvcache.kernels.kernels cimport kvc_format, kvc_head_keys, kvc_layout, kvc_run
+from kvcache.kernels.spill_units cimport KVC_TO_CHANGE, KVC_TO_READ, KVC_TO_REPLACE
 from kvcache.support.mapped cimport MappedMemory
 from kvcache.support.recycled cimport new_floats
 
 import numpy as np
 
 from kvcache.core.runs import RUN
+from kvcache.errors import InvalidOperationError
 from kvcache.support.arguments import as_count
 
 __all__ = ["BlockStore"]
 
 cdef object MOST = 2**31 - 1    # blocks
+cdef int64_t HELD = 64          # runs whose blocks are held at once
+cdef size_t APART = 1 << 16     # bytes between blocks that spill and what stays: a multiple of all systems' pages
 
 cnp.import_array()
 
@@ -45,6 +50,8 @@ cdef class BlockStore:
         latent: V is the first `value_head_dim` channels of K, of one KV head, and takes no memory of its own.
         calibration: of keys; a `Calibration` of these layers, heads and channels, or None. With `latent` V lacks the
             first channels of its centres too.
+        spill: `(folder, limit)`: at most `limit` bytes of the blocks are in memory, the others in a file of this
+            folder, see `Spill`; None: all are in memory.
         index: `(layers, channels, format)`: so many index layers follow the `num_layers`, whose rows are keys of one
             head of these channels and in this format, for indexers; with `latent`. None: there are none.
 
@@ -55,13 +62,17 @@ cdef class BlockStore:
 
     def __cinit__(self, num_layers, num_blocks, block_size, num_heads, head_dim, key_dtype="f32",
                   value_dtype="f32", rotate="auto", value_head_dim=None, bint separate_layers=False, bint latent=False,
-                  index=None, calibration=None):
+                  index=None, calibration=None, spill=None):
         self.layouts = Layouts(num_layers, block_size, num_heads, head_dim, key_dtype, value_dtype, rotate,
                                value_head_dim, separate_layers, latent, index)
         self.layout, self.num_layers = self.layouts.first, self.layouts.num_layers
         self.num_named, self.separate = self.layouts.num_named, separate_layers
         self.known = known_keys(calibration, self.layouts)
+        self.spills = spill is not None
         self._take(self.memory_for(num_blocks), num_blocks)
+        if spill is not None:
+            self.spill = Spill(spill[0], spill[1], self.memory, self.layouts, num_blocks)
+            self.spilled = self.spill.c
 
     @property
     def calibration(self):
@@ -133,7 +144,7 @@ cdef class BlockStore:
     @property
     def bookkeeping(self):
         """Bytes of bookkeeping, in proportion to the number of blocks."""
-        return sizeof(uint16_t) * self.num_blocks
+        return sizeof(uint16_t) * self.num_blocks + (0 if self.spill is None else self.spill.nbytes)
 
     @property
     def rotated(self):
@@ -174,6 +185,7 @@ cdef class BlockStore:
         if view.shape[0]:
             with nogil:
                 self.write_(number, &view[0], view.shape[0], rows, 0, 1)
+            self.expect_good_()
 
     def read(self, layer, runs):
         """The rows at `runs` (dtype `RUN`) as `(keys, values)`, float32, of the shapes that `write` takes.
@@ -210,6 +222,7 @@ cdef class BlockStore:
         if src.shape[0]:
             with nogil:
                 self.copy_(&src[0], &dst[0], src.shape[0])
+            self.expect_good_()
 
     def move_slots(self, moves, BlockStore source=None):
         """Move tokens bit for bit in every layer, in order.
@@ -221,20 +234,18 @@ cdef class BlockStore:
         """
         cdef const int32_t[:, ::1] view = moves
         cdef BlockStore other = self if source is None else source
-        cdef const unsigned char *src
-        cdef unsigned char *dst
         cdef int64_t i, layer
         if not self.same_layout(other):
             raise ValueError("source: expected a store of the same layers and layout, got another")
-        for layer in range(self.num_layers):
-            src, dst = other.layer_base(layer), self.layer_base(layer)
-            with nogil:
+        with nogil:
+            for layer in range(self.num_layers):
                 for i in range(view.shape[0]):
-                    kernels.copy_slots(&self.layouts.of[layer], src, view[i, 0], view[i, 1], dst, view[i, 2],
-                                       view[i, 3], view[i, 4])
+                    self._move(layer, other, &view[i, 0])
         for i in range(view.shape[0]):
             self.written_slots[view[i, 2]] = max(self.written_slots[view[i, 2]], <uint16_t>(view[i, 3] + view[i, 4]))
             self.forget_(view[i, 2], view[i, 3], view[i, 3] + view[i, 4])
+        other.expect_good_()
+        self.expect_good_()
 
     def same_layout(self, BlockStore other not None):
         """Whether blocks of both stores have the same layout."""
@@ -244,7 +255,11 @@ cdef class BlockStore:
                 and memcmp(self.layouts.of, other.layouts.of, self.num_layers * sizeof(self.layout)) == 0)
 
     def raw(self, int64_t layer):
-        """The packed bytes of one layer, uint8 `(num_blocks, layer_bytes[layer])`: the memory itself, read-only."""
+        """The packed bytes of one layer, uint8 `(num_blocks, layer_bytes[layer])`: the memory itself, read-only.
+
+        Not of a store that spills, whose `page` has those of one block.
+        """
+        assert self.spill is None
         cdef unsigned char *base = self.layer_base(layer)
         cdef cnp.npy_intp shape[2]
         shape[0], shape[1] = self.num_blocks, <cnp.npy_intp>self.layouts.of[layer].block_bytes
@@ -253,11 +268,40 @@ cdef class BlockStore:
         view.flags.writeable = False
         return view
 
+    def page(self, int64_t block):
+        """The packed bytes of a block in range, one uint8 array `(layer_bytes[layer],)` per layer: a copy."""
+        cdef kvc_run run = kvc_run(<int32_t>block, 0, 0)
+        cdef cnp.ndarray copied
+        cdef int64_t layer
+        copies = []
+        for layer in range(self.num_layers):
+            copied = np.empty(self.layouts.of[layer].block_bytes, np.uint8)
+            self.hold_(layer, &run, 1, KVC_TO_READ)
+            memcpy(cnp.PyArray_DATA(copied), self.layer_base_(layer) + block * copied.shape[0], copied.shape[0])
+            self.release_(layer, &run, 1, KVC_TO_READ)
+            copies.append(copied)
+        self.expect_good_()
+        return copies
+
+    def replace(self, int64_t block, list arrays):
+        """The inverse of `page`, of arrays of these sizes; any bytes are safe to read and to attend over."""
+        cdef kvc_run run = kvc_run(<int32_t>block, 0, 0)
+        cdef cnp.ndarray array
+        cdef int64_t layer
+        for layer in range(self.num_layers):
+            array = arrays[layer]
+            self.hold_(layer, &run, 1, KVC_TO_REPLACE)
+            memcpy(self.layer_base_(layer) + block * array.shape[0], cnp.PyArray_DATA(array), array.shape[0])
+            self.release_(layer, &run, 1, KVC_TO_REPLACE)
+        self.written_slots[block] = <uint16_t>self.layout.block_size
+        self.forget_(<int32_t>block, 0, self.layout.block_size)
+
     def overwrite(self, int64_t block):
         """The packed bytes of a block, one uint8 array `(layer_bytes[layer],)` per layer, to be written at once.
 
-        Any bytes are safe to read and to attend over.
+        Any bytes are safe to read and to attend over. Not of a store that spills, which has `replace`.
         """
+        assert self.spill is None
         if not 0 <= block < self.num_blocks:
             raise IndexError(f"block: expected an int in [0, {self.num_blocks}), got {block}")
         cdef cnp.npy_intp size
@@ -286,9 +330,26 @@ cdef class BlockStore:
     def check_summaries(self):
         """Verify that the summaries of keys are those of the stored keys; AssertionError: naming which are not."""
         if self.summaries is not None:
-            self.summaries.check(PageSummaries(self.layouts, self.num_blocks), <size_t>self.arena)
+            self.summaries.check(PageSummaries(self.layouts, self.num_blocks), <size_t>self.arena, self.spill)
 
     # -- below the shell ------------------------------------------------------------------------------------
+
+    cdef int64_t hold_(self, int64_t layer, const kvc_run *runs, int64_t num_runs, int use) noexcept nogil:
+        return 0 if self.spilled == NULL else self.spill.hold_(0 if self.separate else layer, runs, num_runs, use)
+
+    cdef void release_(self, int64_t layer, const kvc_run *runs, int64_t num_runs, int use) noexcept nogil:
+        if self.spilled != NULL:
+            self.spill.release_(0 if self.separate else layer, runs, num_runs, use)
+
+    cdef int expect_good_(self) except -1:
+        return 0 if self.spill is None else self.spill.raise_fault_()
+
+    cdef void forget_faults_(self) noexcept nogil:
+        if self.spilled != NULL:
+            self.spill.forget_faults_()
+
+    cdef int expect_room_(self) except -1:
+        return 0 if self.spill is None else self.spill.expect_room_()
 
     cdef int64_t named_layer(self, int64_t layer) except -1:
         if not 0 <= layer < self.num_named:
@@ -308,14 +369,18 @@ cdef class BlockStore:
         return NULL if self.known.heads == NULL else self.known.heads + layer * self.layout.num_heads
 
     cdef MappedMemory memory_for(self, num_blocks):
+        if self.spill is not None:
+            raise InvalidOperationError("expected a cache without spill, whose blocks stay as many, got one with spill")
         num_blocks = as_count(num_blocks, "num_blocks", 0, MOST)    # a Python int: no product wraps around
-        return MappedMemory(self.block_bytes * num_blocks + int(sizeof(uint16_t)) * num_blocks)
+        apart = APART if self.spills else 0
+        return MappedMemory(self.block_bytes * num_blocks + apart + int(sizeof(uint16_t)) * num_blocks, self.spills)
 
     cdef void _take(self, MappedMemory memory, int32_t num_blocks):
+        cdef size_t blocks = self.layouts.starts[self.num_layers] * <size_t>num_blocks
         self.memory, self.arena, self.num_blocks = memory, memory.bytes, num_blocks
-        # Behind the blocks, whose sizes are even.
-        self.written_slots = <uint16_t *>(
-            memory.bytes + self.layouts.starts[self.num_layers] * <size_t>num_blocks)
+        if self.spills:
+            blocks = (blocks + APART - 1) // APART * APART
+        self.written_slots = <uint16_t *>(memory.bytes + blocks)    # behind the blocks, whose sizes are even
 
     cdef void move_to(self, MappedMemory memory, int32_t num_blocks):
         cdef MappedMemory old = self.memory
@@ -370,7 +435,10 @@ cdef class BlockStore:
         for layer in range(self.num_layers):
             base, size = self.layer_base_(layer), self.layouts.of[layer].block_bytes
             for i in range(n):
-                memcpy(base + targets[i] * size, base + sources[i] * size, size)
+                if self.spilled != NULL:
+                    self._copy_held(layer, sources[i], targets[i])
+                else:
+                    memcpy(base + targets[i] * size, base + sources[i] * size, size)
         for i in range(n):    # the copy includes slots behind the tokens of the sequence
             self.written_slots[targets[i]] = self.written_slots[sources[i]]
             self.forget_(targets[i], 0, self.layout.block_size)
@@ -385,10 +453,43 @@ cdef class BlockStore:
             count -= stop - first
             if first < self.written_slots[block]:  # clears all slots behind as well: the next tokens cost nothing
                 for layer in range(self.num_layers):
-                    kernels.clear_slots(&self.layouts.of[layer], self.layer_base_(layer), block, first,
-                                        self.written_slots[block] - first)
+                    self._clear(layer, block, first, self.written_slots[block] - first)
                 self.forget_(block, first, self.written_slots[block])
             self.written_slots[block] = <uint16_t>stop
+
+    cdef void _clear(self, int64_t layer, int32_t block, int first, int count) noexcept nogil:
+        cdef kvc_run run = kvc_run(block, 0, 0)
+        if self.spilled != NULL and first == 0 and self.spill.blank_(layer, block):
+            return
+        self.hold_(layer, &run, 1, KVC_TO_CHANGE)
+        kernels.clear_slots(&self.layouts.of[layer], self.layer_base_(layer), block, first, count)
+        self.release_(layer, &run, 1, KVC_TO_CHANGE)
+
+    cdef void _copy_held(self, int64_t layer, int32_t source, int32_t target) noexcept nogil:
+        cdef size_t size = self.layouts.of[layer].block_bytes
+        cdef unsigned char *base = self.layer_base_(layer)
+        cdef kvc_run src = kvc_run(source, 0, 0), dst = kvc_run(target, 0, 0)
+        cdef bint is_there = self.hold_(layer, &src, 1, KVC_TO_READ) == 0
+        self.hold_(layer, &dst, 1, KVC_TO_REPLACE)
+        if is_there:
+            memcpy(base + target * size, base + source * size, size)
+            self.release_(layer, &dst, 1, KVC_TO_REPLACE)
+        else:
+            self.spill.spoil_(layer, &dst, 1)
+        self.release_(layer, &src, 1, KVC_TO_READ)
+
+    cdef void _move(self, int64_t layer, BlockStore other, const int32_t *move) noexcept nogil:
+        cdef kvc_run src = kvc_run(move[0], 0, 0), dst = kvc_run(move[2], 0, 0)
+        cdef bint is_there = other.hold_(layer, &src, 1, KVC_TO_READ) == 0
+        self.hold_(layer, &dst, 1, KVC_TO_CHANGE)
+        if is_there:
+            kernels.copy_slots(&self.layouts.of[layer], other.layer_base_(layer), move[0], move[1],
+                               self.layer_base_(layer), move[2], move[3], move[4])
+        if is_there or self.spilled == NULL:
+            self.release_(layer, &dst, 1, KVC_TO_CHANGE)
+        else:
+            self.spill.spoil_(layer, &dst, 1)
+        other.release_(layer, &src, 1, KVC_TO_READ)
 
     cdef void note_written_(self, int64_t layer, const kvc_run *runs, int64_t num_runs) noexcept nogil:
         cdef int64_t i
@@ -434,12 +535,28 @@ cdef class BlockStore:
 
     cdef void write_(self, int64_t layer, const kvc_run *runs, int64_t num_runs, KvRows rows, int64_t first,
                      int threads) noexcept nogil:
+        cdef int64_t at, count, i
+        self.note_written_(layer, runs, num_runs)
+        if self.spilled == NULL:
+            self._write_held(layer, runs, num_runs, rows, first, threads)
+            return
+        at = 0
+        while at < num_runs:
+            count = min(HELD, num_runs - at)
+            self.hold_(layer, runs + at, count, KVC_TO_CHANGE)
+            self._write_held(layer, runs + at, count, rows, first, threads)
+            self.release_(layer, runs + at, count, KVC_TO_CHANGE)
+            for i in range(at, at + count):
+                first += runs[i].stop - runs[i].first
+            at += count
+
+    cdef void _write_held(self, int64_t layer, const kvc_run *runs, int64_t num_runs, KvRows rows, int64_t first,
+                          int threads) noexcept nogil:
         cdef kvc_run part
         cdef int64_t i, n, row = first
         cdef unsigned char *base = self.base_(layer)
         cdef const kvc_head_keys *known = self.known_(layer)
         cdef const kvc_layout *layout = self.layouts.of_(layer)
-        self.note_written_(layer, runs, num_runs)
         if rows.plain:
             kernels.write_runs(layout, base, runs, num_runs, rows.rows(0, first, rows.count - first),
                                rows.rows(1, first, rows.count - first), known, threads)
@@ -457,6 +574,7 @@ cdef class BlockStore:
                    cnp.ndarray values) except -1:
         cdef cnp.ndarray one = values if keys is None else keys, other = keys if values is None else values
         cdef float *to[2]
+        cdef int64_t at, i, count, side
         cdef size_t token_stride = cnp.PyArray_STRIDE(one, 0) // sizeof(float)
         cdef size_t head_stride = cnp.PyArray_STRIDE(one, 1) // sizeof(float)
         if cnp.PyArray_STRIDE(one, 0) != cnp.PyArray_STRIDE(other, 0) \
@@ -469,6 +587,16 @@ cdef class BlockStore:
         if values is not None:
             to[1] = <float *>cnp.PyArray_DATA(values)
         with nogil:
-            kernels.read_runs(self.layouts.of_(layer), self.base_(layer), runs, num_runs, to[0], to[1], token_stride,
-                              head_stride, self.known_(layer))
-        return 0
+            at = 0
+            while at < num_runs:
+                count = num_runs if self.spilled == NULL else min(HELD, num_runs - at)
+                self.hold_(layer, runs + at, count, KVC_TO_READ)
+                kernels.read_runs(self.layouts.of_(layer), self.base_(layer), runs + at, count, to[0], to[1],
+                                  token_stride, head_stride, self.known_(layer))
+                self.release_(layer, runs + at, count, KVC_TO_READ)
+                for i in range(at, at + count):
+                    for side in range(2):
+                        if to[side] != NULL:
+                            to[side] += (runs[i].stop - runs[i].first) * token_stride
+                at += count
+        return self.expect_good_()

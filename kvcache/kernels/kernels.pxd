@@ -7,6 +7,10 @@ block_size, counts that agree. Nothing allocates: attend's caller gives it atten
 from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t, uint64_t
 
 
+cdef extern from "kvc_spill.h" nogil:
+    ctypedef struct kvc_spill:      # kernels/spill_units.pxd has what is done with it
+        pass
+
 cdef extern from "kvc.h" nogil:
     ctypedef enum kvc_format:       # a line of the table in kvc_formats.h
         KVC_NUM_FORMATS
@@ -130,6 +134,8 @@ cdef extern from "kvc.h" nogil:
         const kvc_seq *residuals        # (num_seqs), further tokens of each context, in the next two; or NULL
         const kvc_layout *residual_layout
         const unsigned char *residual_arena
+        kvc_spill *spill                # where blocks of `arena` lie that are not in memory; or NULL
+        int32_t spill_layer
 
 
 cdef extern from "kvc_matrix.h" nogil:
@@ -319,3 +325,19 @@ cdef void index_tokens(const kvc_attend_args *args, const void *index, void *scr
 # Results of parts of a context, merged: kvc_merge.h.
 cdef void merge(int64_t n, int64_t heads, int64_t dim, const int64_t *starts, const int64_t *chosen, float *parts,
                 float *logs, float *mixed, float *masses) noexcept nogil
+
+# Blocks that lie in memory or in a file, over kvc_units, kvc_fault and kvc_spill_stats of kernels/spill_units.pxd.
+cdef kvc_spill *spill_open(int fd, unsigned char *arena, int32_t num_layers, const size_t *block_bytes,
+                           int32_t num_blocks, int block_size, size_t limit, size_t slot, int threads) noexcept nogil
+cdef void spill_close(kvc_spill *spill) noexcept nogil
+cdef size_t spill_bytes(const kvc_spill *spill) noexcept nogil
+cdef void spill_refer(kvc_spill *spill, const int32_t *references) noexcept nogil
+cdef int64_t hold(kvc_spill *spill, const void *units, int use) noexcept nogil
+cdef void release(kvc_spill *spill, const void *units, int use) noexcept nogil
+cdef void spoil(kvc_spill *spill, const void *units) noexcept nogil
+cdef int blank(kvc_spill *spill, int32_t layer, int32_t block) noexcept nogil
+cdef void take_fault(kvc_spill *spill, void *fault) noexcept nogil
+cdef int spill_expect_room(kvc_spill *spill) noexcept nogil
+cdef void spill_count(kvc_spill *spill, void *stats) noexcept nogil
+cdef const char *spill_check(kvc_spill *spill) noexcept nogil
+cdef int spill_state(kvc_spill *spill, int32_t layer, int32_t block) noexcept nogil

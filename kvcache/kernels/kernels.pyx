@@ -124,6 +124,31 @@ cdef extern from "kvc_indexer.h" nogil:
     void kvc_index_tokens(const kvc_kernels *kernels, const kvc_attend_args *args, const kvc_index_args *index,
                           void *scratch, int num_threads) noexcept
 
+cdef extern from "kvc_spill.h" nogil:
+    ctypedef struct kvc_units:
+        pass
+    ctypedef enum kvc_use:
+        pass
+    ctypedef struct kvc_fault:
+        pass
+    ctypedef struct kvc_spill_stats:
+        pass
+
+    kvc_spill *kvc_spill_open(int fd, unsigned char *arena, int32_t num_layers, const size_t *block_bytes,
+                              int32_t num_blocks, int block_size, size_t limit, size_t slot, int num_threads) noexcept
+    void kvc_spill_close(kvc_spill *spill) noexcept
+    size_t kvc_spill_bytes(const kvc_spill *spill) noexcept
+    void kvc_spill_refer(kvc_spill *spill, const int32_t *references) noexcept
+    int64_t kvc_hold(kvc_spill *spill, const kvc_units *units, kvc_use use) noexcept
+    void kvc_release(kvc_spill *spill, const kvc_units *units, kvc_use use) noexcept
+    void kvc_spoil(kvc_spill *spill, const kvc_units *units) noexcept
+    int kvc_blank(kvc_spill *spill, int32_t layer, int32_t block) noexcept
+    kvc_fault kvc_take_fault(kvc_spill *spill) noexcept
+    int kvc_spill_expect_room(kvc_spill *spill) noexcept
+    kvc_spill_stats kvc_spill_count(kvc_spill *spill) noexcept
+    const char *kvc_spill_check(kvc_spill *spill) noexcept
+    int kvc_spill_state(kvc_spill *spill, int32_t layer, int32_t block) noexcept
+
 cdef extern from "kvc_threads.h" nogil:
     void kvc_run_items(int64_t count, int num_threads, kvc_item_fn *item, void *context) noexcept
     void kvc_spin_little(int little) noexcept
@@ -203,6 +228,59 @@ cdef size_t sparse_scratch_bytes(const kvc_attend_args *args, const void *sparse
 
 cdef void attend_sparse(const kvc_attend_args *args, const void *sparse, void *scratch, int num_threads) noexcept nogil:
     kvc_attend_sparse(_active, args, <const kvc_sparse_args *>sparse, scratch, num_threads)
+
+
+cdef kvc_spill *spill_open(int fd, unsigned char *arena, int32_t num_layers, const size_t *block_bytes,
+                           int32_t num_blocks, int block_size, size_t limit, size_t slot, int threads) noexcept nogil:
+    return kvc_spill_open(fd, arena, num_layers, block_bytes, num_blocks, block_size, limit, slot, threads)
+
+
+cdef void spill_close(kvc_spill *spill) noexcept nogil:
+    kvc_spill_close(spill)
+
+
+cdef size_t spill_bytes(const kvc_spill *spill) noexcept nogil:
+    return kvc_spill_bytes(spill)
+
+
+cdef void spill_refer(kvc_spill *spill, const int32_t *references) noexcept nogil:
+    kvc_spill_refer(spill, references)
+
+
+cdef int64_t hold(kvc_spill *spill, const void *units, int use) noexcept nogil:
+    return kvc_hold(spill, <const kvc_units *>units, <kvc_use>use)
+
+
+cdef void release(kvc_spill *spill, const void *units, int use) noexcept nogil:
+    kvc_release(spill, <const kvc_units *>units, <kvc_use>use)
+
+
+cdef void spoil(kvc_spill *spill, const void *units) noexcept nogil:
+    kvc_spoil(spill, <const kvc_units *>units)
+
+
+cdef int blank(kvc_spill *spill, int32_t layer, int32_t block) noexcept nogil:
+    return kvc_blank(spill, layer, block)
+
+
+cdef void take_fault(kvc_spill *spill, void *fault) noexcept nogil:
+    (<kvc_fault *>fault)[0] = kvc_take_fault(spill)
+
+
+cdef int spill_expect_room(kvc_spill *spill) noexcept nogil:
+    return kvc_spill_expect_room(spill)
+
+
+cdef void spill_count(kvc_spill *spill, void *stats) noexcept nogil:
+    (<kvc_spill_stats *>stats)[0] = kvc_spill_count(spill)
+
+
+cdef const char *spill_check(kvc_spill *spill) noexcept nogil:
+    return kvc_spill_check(spill)
+
+
+cdef int spill_state(kvc_spill *spill, int32_t layer, int32_t block) noexcept nogil:
+    return kvc_spill_state(spill, layer, block)
 
 
 cdef size_t index_scratch_bytes(const kvc_attend_args *args, const void *index, int num_threads) noexcept nogil:

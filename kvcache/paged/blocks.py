@@ -40,6 +40,8 @@ class PagedBlocks:
     def __init__(self, store: BlockStore, formats: RowFormats | None = None) -> None:
         self.store, self.formats = store, formats or RowFormats("f32", "f32")
         self.pool = BlockPool(store.num_blocks)
+        if store.spill is not None:
+            store.spill.refer(self.pool)
         self.lock = CallLock()
         self._shapes = (None, store.num_heads, store.head_dim), (None, store.num_heads, store.value_head_dim)
         self.holders: list[Callable[[], Int32]] = []
@@ -131,5 +133,7 @@ class PagedBlocks:
             AssertionError: naming what is wrong.
         """
         self.pool.check()
+        if self.store.spill is not None:
+            self.store.spill.check()
         wrong = np.flatnonzero(self.references() != self.pool.ref_counts())
         assert not len(wrong), f"references held on blocks {wrong.tolist()} differ from their counts"

@@ -6,6 +6,7 @@ sections 4.1 to 4.3); sharing and copy-on-write follow its section 4.4.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Union, overload
 
@@ -16,7 +17,7 @@ from kvcache.core.attention_call import AttentionCall
 from kvcache.core.calibration import Calibration
 from kvcache.core.kvrows import KvRows
 from kvcache.core.layer_formats import Formats
-from kvcache.core.memory import num_blocks_within
+from kvcache.core.memory import as_spill_limit, num_blocks_within
 from kvcache.core.rowformat import Format, RowFormats, stored_dtypes
 from kvcache.core.store import BlockStore
 from kvcache.errors import SequenceNotFoundError
@@ -26,7 +27,7 @@ from kvcache.paged.blocks import PagedBlocks
 from kvcache.paged.evictor import Evictor
 from kvcache.paged.handle import PagedKvCacheHandle
 from kvcache.paged.queried import QueriedSequences
-from kvcache.paged.reports import CacheStats, CsrBlockTable, SeqId, SequenceInfo
+from kvcache.paged.reports import CacheStats, CsrBlockTable, SeqId, SequenceInfo, SpillStats
 from kvcache.paged.residual import Residual, as_lengths, refuse
 from kvcache.paged.seq_ids import as_seq_id, as_seq_ids
 from kvcache.paged.sequences import PagedSequences
@@ -126,9 +127,17 @@ class PagedKvCache:
             `index_dim` channels, a multiple of 8, in each, in the format `index_dtype`. Without `calibration`,
             `residual_length` and `first_tokens`.
 
+        spill: a folder, made if it is missing, for a file of what memory has no room for: `max_memory_bytes` are then
+            those in memory, of `num_blocks` blocks in all, and both are needed. The file has no name and ends with the
+            cache, in whichever way. The folder must belong to this user or to root, and nobody else may write to it.
+            Results have the bits of a cache in memory. Blocks that were used longest ago leave memory; summaries for
+            `top_tokens` and rows in f16 stay. See the guide `outgrown.md`. PermissionError, OSError: of the folder.
+
     Every call can raise these errors, and has then changed nothing.
 
     Raises:
+        SpillError: with `spill`, what the call needs cannot be read back as it was written, or nothing more can be
+            written. A call that adds tokens or writes K and V may have done so.
         SequenceNotFoundError: a sequence that does not exist.
         InvalidOperationError: the id of a new sequence is taken.
         OutOfMemoryError: too few blocks are free, the copies of shared ones counted; the system refuses memory.
@@ -165,8 +174,11 @@ class PagedKvCache:
         index_layers: int = 0,
         index_dim: int = 128,
         index_dtype: str = "f16",
+        spill: str | os.PathLike[str] | None = None,
     ) -> None:
-        length, firsts = as_lengths(residual_length, first_tokens, max_memory_bytes)
+        limit = None if spill is None else as_spill_limit(num_blocks, max_memory_bytes)
+        most = max_memory_bytes if spill is None else None
+        length, firsts = as_lengths(residual_length, first_tokens, most)
         index = (index_layers, index_dim, index_dtype) if as_count(index_layers, "index_layers", 0) else None
         if index is not None:
             refuse("index_layers", length, firsts)
@@ -179,8 +191,9 @@ class PagedKvCache:
                 raise ValueError(f"value_dtype: expected {keys}, as of keys, with latent, got {values}")
         separate, has_latent = bool(separate_layers), latent is not None
         settings = block_size, num_heads, head_dim, *dtypes, rotate, value_head_dim, separate, has_latent, index
-        total = num_blocks_within(num_blocks, max_memory_bytes, num_layers, *settings)
-        store = BlockStore(num_layers, total, *settings, calibration)
+        total = num_blocks_within(num_blocks, most, num_layers, *settings)
+        spilled = None if spill is None or limit is None else (os.fspath(spill), limit)
+        store = BlockStore(num_layers, total, *settings, calibration, spilled)
         self._blocks = PagedBlocks(store, written)
         self._store, self._pool, self._lock = store, self._blocks.pool, self._blocks.lock
         self._residual = Residual(store, length, firsts) if length or firsts else None
@@ -295,15 +308,24 @@ class PagedKvCache:
     @property
     def total_memory_bytes(self) -> int:
         """Bytes of K and V of all blocks, those of rows in f16 and of summaries for `top_tokens` included."""
+        return self._store.nbytes + self._bytes_beside
+
+    @property
+    def _bytes_beside(self) -> int:
+        """Bytes of summaries and of rows in f16."""
         summaries, residual = self._store.summaries, self._residual
-        beside = (0 if summaries is None else summaries.nbytes) + (0 if residual is None else residual.store.nbytes)
-        return self._store.nbytes + beside
+        return (0 if summaries is None else summaries.nbytes) + (0 if residual is None else residual.store.nbytes)
 
     @property
     def used_memory_bytes(self) -> int:
         """Bytes of K and V of the blocks in use, those of rows in f16 included."""
         beside = 0 if self._residual is None else self._residual.used_bytes
         return self._store.block_bytes * self._pool.num_used + beside
+
+    @property
+    def spill(self) -> SpillStats | None:
+        """With `spill`, what lies where and what was read and written; None without."""
+        return None if self._store.spill is None else SpillStats.of(self._store)
 
     @property
     def blocks(self) -> PagedBlocks:
@@ -895,15 +917,19 @@ class PagedKvCache:
     def memory(self) -> dict[str, int]:
         """Bytes: "kv" of all blocks, "bookkeeping" of tables, pools and eviction order, "scratch" of attention.
 
-        "huge" are those of "kv" that lie on huge pages.
+        "huge" are those of "kv" that lie on huge pages. With `spill` "kv" are the most of those in memory, and "disk"
+        are those of the file.
         """
         beside = 0 if self._residual is None else self._residual.nbytes
         stores = [self._store] if self._residual is None else [self._store, self._residual.store]
+        spill = self.spill
+        kv = self._store.nbytes if spill is None else min(spill.max_memory_bytes, self._store.nbytes)
         return {
-            "kv": self.total_memory_bytes,
+            "kv": kv + self._bytes_beside,
             "bookkeeping": self.stats().bookkeeping_bytes + beside,
             "scratch": self._attention.nbytes,
             "huge": huge_bytes(store.span for store in stores),
+            **({} if spill is None else {"disk": spill.file_bytes}),
         }
 
     __reduce_ex__ = refuse_copies("`fork` copies a sequence")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from kvcache.core.block_pool import BlockPool
 from kvcache.core.store import BlockStore
 from kvcache.paged.tables import BlockTables
 
-__all__ = ["BlockId", "CacheStats", "CsrBlockTable", "SeqId", "SequenceInfo"]
+__all__ = ["BlockId", "CacheStats", "CsrBlockTable", "SeqId", "SequenceInfo", "SpillStats"]
 
 Int32 = npt.NDArray[np.int32]
 
@@ -103,6 +104,59 @@ class CacheStats:
         """The counters of the parts of a cache."""
         size = pool.nbytes + table.nbytes + store.bookkeeping
         return cls(pool.total_allocations, pool.total_frees, evictions, table.forks, pool.peak_used, size)
+
+
+class SpillStats(NamedTuple):
+    """Counters of a cache that spills: where its blocks lie, and how much was read and written since it was made.
+
+    Attributes:
+        folder: of the file.
+        memory_bytes: bytes of blocks in memory now, in whole pages of the system.
+        max_memory_bytes: the most, but for what a running call needs beyond.
+        file_bytes: what the file takes on its disk now.
+        holds: times that attention has needed blocks of a layer, in pieces of 1,024 tokens, or chosen by a query for a
+            KV head.
+        held: blocks of a layer in them.
+        waits: how many of these times waited for the file.
+        reads, read_bytes: blocks of a layer that were read from the file, and bytes in whole slots of it; those that
+            were read ahead included.
+        reads_ahead: how many were read before they were needed.
+        writes, written_bytes: the same of what was written.
+        faults: how often something could not be read as it was written.
+        read_seconds: of all requests that read, many of them at once.
+    """
+
+    folder: str
+    memory_bytes: int
+    max_memory_bytes: int
+    file_bytes: int
+    holds: int
+    held: int
+    waits: int
+    reads: int
+    read_bytes: int
+    reads_ahead: int
+    writes: int
+    written_bytes: int
+    faults: int
+    read_seconds: float
+
+    @classmethod
+    def of(cls, store: BlockStore) -> SpillStats:
+        """The report of a store that spills."""
+        spill = store.spill
+        assert spill is not None
+        found, on_disk = spill.stats(), os.fstat(spill.fd).st_blocks * 512
+        names = {
+            "holds": "holds", "held": "held_units", "waits": "waits", "reads": "read_units", "read_bytes": "read_bytes",
+            "reads_ahead": "ahead_units", "writes": "written_units", "written_bytes": "written_bytes",
+            "faults": "faults",
+        }
+        counts = {name: int(found[own]) for name, own in names.items()}
+        return cls(
+            folder=spill.folder, memory_bytes=int(found["resident"]), max_memory_bytes=spill.limit, file_bytes=on_disk,
+            read_seconds=found["read_seconds"], **counts,
+        )
 
 
 class CsrBlockTable(NamedTuple):

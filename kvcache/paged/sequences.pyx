@@ -63,6 +63,7 @@ cdef class PagedSequences:
         """A new sequence of `num_tokens` tokens."""
         self.lock.enter()
         try:
+            self.store.expect_room_()
             self.table.allocate_(&seq_id, &num_tokens, 1)
             self._clear_new(&num_tokens, 1)
         finally:
@@ -71,6 +72,7 @@ cdef class PagedSequences:
     def allocate_batch(self, seq_ids, const int64_t[::1] num_tokens):
         """Many new sequences, of `num_tokens[i]` tokens each."""
         with self.lock:
+            self.store.expect_room_()
             n = self.table.allocate_batch(seq_ids, num_tokens)
             self._clear_new(counts_of(num_tokens, n, "num_tokens"), n)
 
@@ -124,6 +126,7 @@ cdef class PagedSequences:
         """More tokens at the end of a sequence."""
         self.lock.enter()
         try:
+            self.store.expect_room_()
             self.table.append_(&seq_id, &num_new_tokens, 1)
             self._clear_new(&num_new_tokens, 1)
         finally:
@@ -133,6 +136,7 @@ cdef class PagedSequences:
         """`counts[i]` more tokens in each of many sequences, None: one each."""
         self.lock.enter()
         try:
+            self.store.expect_room_()
             n = self.table.append_batch(seq_ids, counts)
             self._clear_new(counts_of(counts, n, "counts"), n)
         finally:
@@ -166,6 +170,7 @@ cdef class PagedSequences:
             old = self.table.records.seqs[self.table.records.find(seq_id)].tokens.num_tokens
             if num_tokens > old:
                 more = num_tokens - old
+                self.store.expect_room_()
                 self.table.append_(&seq_id, &more, 1)
                 self._clear_new(&more, 1)
             else:
@@ -348,7 +353,7 @@ cdef class PagedSequences:
                 residual.make_room_(blocks)
                 residual.run_lists.reserve_copies_(blocks)
                 own_all(residual.run_lists, own + n, rest)
-        # From here on nothing fails.
+        # From here on nothing fails, but for blocks that spill: what cannot be read back is told behind.
         if table.run_lists.cut_is_shared():
             own_all(table.run_lists, own, n)
         self._copy_blocks()
@@ -357,7 +362,7 @@ cdef class PagedSequences:
             self._store(residual.store, residual.run_lists, layer, own + n, rest, given)
         for i in range(n):
             table.victims.touched(table.picked[i])
-        return 0
+        return self.store.expect_good_()
 
     cdef void _clear_new(self, const int64_t *counts, int64_t n) noexcept:
         cdef Sequence *seq
@@ -368,6 +373,7 @@ cdef class PagedSequences:
             self.store.clear_new_(seq.tokens.runs, seq.tokens.num_runs, count_at(counts, i))
             if self.residual is not None:
                 self.residual.store.clear_new_(seq.residual.runs, seq.residual.num_runs, self.table.more_rows[i])
+        self.store.forget_faults_()
 
     cdef void _copy_blocks(self) noexcept:
         copy_blocks(self.store, self.table.run_lists)

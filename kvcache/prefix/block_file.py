@@ -68,6 +68,8 @@ def formats_of(store: BlockStore) -> str:
 
 
 def _raw_pages(store: BlockStore) -> Callable[[Int32], Iterable[list[Any]]]:
+    if store.spill is not None:
+        return lambda blocks: map(store.page, blocks.tolist())
     layers = [store.raw(layer) for layer in range(store.num_layers)]
     return lambda blocks: ([layer[block] for layer in layers] for block in blocks.tolist())
 
@@ -136,9 +138,17 @@ def _blocks_of(snapshot: Snapshot, arena: int, cache: CachedBlocks) -> Part:
 
 def saved_blocks(snapshot: Snapshot, arena: int, claim: Claim, places: Int64, store: BlockStore) -> SavedPages:
     """Blocks of a store; a place is a page of the file."""
+    waiting: dict[int, list[Any]] = {}
 
     def buffers(turn: int, block: Int32) -> list[Any]:
+        if store.spill is not None:
+            waiting[turn] = [np.empty(size, np.uint8) for size in store.layer_bytes]
+            return waiting[turn]
         # Read directly into the block: no call reads the block before its checksum is verified.
         return list(store.overwrite(int(block[0])))
 
-    return SavedPages(snapshot, arena, claim, places, 1, _BLOCKS_AT_ONCE, buffers, lambda turn, pages, inside: None)
+    def arrived(turn: int, block: Int32, inside: Int64) -> None:
+        if store.spill is not None:
+            store.replace(int(block[0]), waiting.pop(turn))
+
+    return SavedPages(snapshot, arena, claim, places, 1, _BLOCKS_AT_ONCE, buffers, arrived)

@@ -20,7 +20,7 @@ import heapq
 from bisect import insort
 
 from kvcache.drafts.drafter import Drafter
-from kvcache.errors import KvCacheError, OutOfMemoryError
+from kvcache.errors import KvCacheError, OutOfMemoryError, SpillError
 from kvcache.serving.budget import CHEAP_ROWS, MOST, TokenBudget
 from kvcache.serving.observed import Observed
 from kvcache.serving.pins import Pins
@@ -256,6 +256,10 @@ class Scheduler:
             try:
                 self.pool.append(pieces)
                 break
+            except SpillError as error:  # none of them can grow
+                for work, _ in pieces:
+                    self.end(work, "error", error)
+                return []
             except OutOfMemoryError as error:
                 if any(count > work.remaining for work, count in pieces):  # rather than for draft tokens
                     pieces = [(work, min(count, work.remaining)) for work, count in pieces]

@@ -18,6 +18,7 @@ FEATURES = {
     "endless": "an eviction_policy without end",
     "sparse": "sparse_tokens",
     "residual": "a residual_length, or first tokens that stay in f16",
+    "spill": "spill",
     "logprobs": "prompt_logprobs",
     "tiers": "tiers",
     "grammar": "a grammar",
@@ -82,7 +83,14 @@ EXCLUSIONS = {row.setting: row for row in (
     Exclusion("kv_events", "none", ("eviction", "both ways"), "no blocks are cached that routers could be told of"),
     Exclusion("autosave", "None", ("tiers",), "tiers may have a DirectoryTier of their own"),
     Exclusion("draft", "None", ("eviction",), "draft tokens that do not hold are cut off; what they evicted is gone"),
-    Exclusion("draft: of a network", "None or ngram", ("eviction",), "the K and V of drafts keep all tokens"),
+    Exclusion(
+        "draft: of a network", "None or ngram", ("eviction", "spill"),
+        "the K and V of drafts keep all tokens, in memory",
+    ),
+    Exclusion(
+        "spill", "None", ("eviction", "no whole", "state"),
+        "what spills are blocks of layers that keep all tokens; the memory of states is counted beside those",
+    ),
     Exclusion(
         "sparse_tokens", "None", ("eviction", "no whole", "index", "latent", "whole sizes", "both ways"),
         "a query chooses among all tokens by summaries of their keys, in one cache of layers of one size, and once",

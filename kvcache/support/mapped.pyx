@@ -9,13 +9,15 @@ cdef extern from * nogil:
     #include <sys/mman.h>
     #ifndef MADV_HUGEPAGE /* of Linux alone */
     #define MADV_HUGEPAGE MADV_NORMAL
+    #define MADV_NOHUGEPAGE MADV_NORMAL
     #endif
     """
     void *mmap(void *addr, size_t length, int prot, int flags, int fd, long offset)
     int munmap(void *addr, size_t length)
     int mprotect(void *addr, size_t length, int prot)
     int madvise(void *addr, size_t length, int advice)
-    int PROT_NONE, PROT_READ, PROT_WRITE, MAP_PRIVATE, MAP_ANONYMOUS, MADV_HUGEPAGE, MADV_DONTNEED
+    int PROT_NONE, PROT_READ, PROT_WRITE, MAP_PRIVATE, MAP_ANONYMOUS, MAP_NORESERVE
+    int MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_DONTNEED
     void *MAP_FAILED
 
 cdef enum:
@@ -52,13 +54,19 @@ cdef void *_map_aligned(size_t size) noexcept nogil:
 cdef class MappedMemory:
     """`nbytes` bytes, zero; on huge pages where the system has them.
 
+    Args:
+        in_parts: whether parts are in use at a time, of more than the system may have: without huge pages.
+
     Raises:
         OutOfMemoryError: the system refuses the memory (in bytes).
     """
 
-    def __cinit__(self, nbytes):
+    def __cinit__(self, nbytes, bint in_parts=False):
         cdef void *bytes = MAP_FAILED
-        if nbytes < 1 << 62:
+        if in_parts and nbytes < 1 << 62:
+            self.mapped = self.nbytes = max(nbytes, 1)
+            bytes = mmap(NULL, self.nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
+        elif nbytes < 1 << 62:
             self.nbytes = max(nbytes, 1)    # zero bytes cannot be mapped
             if self.nbytes >= HUGE_PAGE:
                 self.mapped = (self.nbytes + LARGEST_PAGE - 1) // LARGEST_PAGE * LARGEST_PAGE
@@ -69,7 +77,7 @@ cdef class MappedMemory:
                 bytes = _map(self.nbytes, PROT_READ | PROT_WRITE)
         if bytes == MAP_FAILED:
             raise OutOfMemoryError(nbytes, 0, "bytes")
-        madvise(bytes, self.nbytes, MADV_HUGEPAGE)
+        madvise(bytes, self.nbytes, MADV_NOHUGEPAGE if in_parts else MADV_HUGEPAGE)
         self.bytes = <unsigned char *>bytes
 
     def __dealloc__(self):

@@ -13,6 +13,7 @@ from kvcache.kernels.kernels import FORMATS
 from kvcache.networks.protocols import LayerAttention, Model, Recurrence
 from kvcache.paged.cache import PagedKvCache
 from kvcache.paged.residual import row_block
+from kvcache.support.machine_memory import as_memory
 from kvcache.texts.budgets import Budgets
 from kvcache.texts.newest import num_newest
 from kvcache.texts.storage import Storage
@@ -60,6 +61,7 @@ class CacheArguments:
             are left out.
         max_state_bytes: the most bytes of cached states, None: as many as K and V have, and at least eight states.
         sparse_tokens: see `InferenceEngine`.
+        spill: the folder of what memory has no room for; None: all is in memory.
     """
 
     model: Model
@@ -76,6 +78,7 @@ class CacheArguments:
     layers: dict[str, tuple[tuple[int, ...], ...]]
     max_state_bytes: int | None = None
     sparse_tokens: int | None = None
+    spill: str | None = None
 
     @property
     def whole(self) -> tuple[int, ...]:
@@ -157,6 +160,12 @@ class CacheArguments:
         """Bytes of a block of the layers that keep all tokens; with a policy of one layer."""
         return self.block_bytes(self.whole if self.budgets is None else self.whole[:1])
 
+    @property
+    def spilled_bytes(self) -> int:
+        """Bytes of a block that need not be in memory."""
+        formats = [formats_of_layers(each, self.whole) for each in self.storage.dtypes]
+        return self._store_bytes(len(self.whole), self.whole, self.block_size, formats)
+
     def bytes_of_whole(self, layers: Sequence[int], blocks: int, cached: int) -> int:
         """Bytes of these blocks, and of the tokens in f16; see `LayerKind.nbytes`."""
         own, (number, size) = blocks * self.own_bytes, self.newest(cached)  # own_bytes raises for an unknown format
@@ -185,6 +194,23 @@ class CacheArguments:
         texts = 4 * self.load.texts if self.storage.firsts else 0
         cached = 0 if self.load.texts else cached
         return num_newest(self.storage.residual_length, self.storage.firsts, self.block_size, cached, texts)
+
+    def spilling(self, blocks: int, cached: int | None) -> dict[str, Any]:
+        """More arguments of the cache of the layers that keep all tokens, where it spills."""
+        if self.spill is None:
+            return {}
+        beside = self.bytes_beside_spill(blocks, cached or 0)
+        limit = as_memory(self.max_memory_bytes, "max_memory_bytes")
+        if limit <= beside:
+            raise ValueError(
+                f"max_memory_bytes: expected more than {beside}, what {blocks} blocks that spill keep in memory, "
+                f"got {limit}"
+            )
+        return {"spill": self.spill, "max_memory_bytes": limit - beside}
+
+    def bytes_beside_spill(self, blocks: int, cached: int = 0) -> int:
+        """The bytes of a pool of `blocks` blocks that stay in memory; of a subclass, which knows the kinds."""
+        raise NotImplementedError
 
     def options(self, layers: Sequence[int], num_blocks: int) -> dict[str, Any]:
         """The arguments of a cache of these layers."""

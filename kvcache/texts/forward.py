@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvcache.errors import SpillError
 from kvcache.networks.hidden_rows import HiddenRows
 from kvcache.networks.protocols import Attend, Float32, IndexRows, Model, draft_layers, layer_attention
 from kvcache.support.arguments import short
@@ -104,7 +105,11 @@ class Forward:
         hidden = self._hidden(texts, stops - lens) if self._drafts else None
         if hidden is not None:
             places = places | {"hidden": hidden}
-        logits = self._model.forward(tokens, positions, attend, wanted, **places)
+        try:
+            logits = self._model.forward(tokens, positions, attend, wanted, **places)
+        except SpillError:
+            self.pool.clear()  # what is cached may have the same pages
+            raise
         width = self._vocab_size if texts[0].head else self._width
         expected = (len(tokens) if isinstance(wanted, str) and wanted == "all" else len(rows), width)
         if logits.shape != expected:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypedDict, TypeVar
@@ -33,6 +34,7 @@ class Options(TypedDict, total=False):
     eviction_policy: EvictionPolicy | Policy | None
     kv_budget: int | None
     sparse_tokens: int | None
+    spill: str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,12 @@ class Settings:
             16 and the newest 64 to 79; see `top_tokens` of `PagedKvCache.attention`. Every position does so, in prompts
             too: an answer does not depend on pieces, prefix hits or preemptions, but it differs from one without. Saved
             caches and tiers keep both apart. Block sizes are multiples of 16. None: queries attend to all tokens.
+        spill: a folder for K and V that memory has no room for, see `PagedKvCache`: `max_memory_bytes`, which it needs,
+            are then those in memory, and the cache has room for `num_blocks`, by default for the whole context (of a
+            `BatchEngine` those of `max_running` texts), as far as the disk has. Of the memory, blocks have at least as
+            much as their summaries for `sparse_tokens`; tokens in f16 and windows stay there too. Answers have the bits
+            of those in memory. Without `sparse_tokens` each step reads all tokens, which a warning says. See
+            `outgrown.md`.
     """
 
     dtype: Formats | Format = "f32"
@@ -84,6 +92,7 @@ class Settings:
     eviction_policy: EvictionPolicy | Policy | None = None
     kv_budget: int | None = None
     sparse_tokens: int | None = None
+    spill: str | os.PathLike[str] | None = None
 
     @classmethod
     def of(cls, settings: Settings | None, options: Mapping[str, Any]) -> Settings:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -29,6 +32,7 @@ from kvcache.texts.storage import Storage, computed_with
 
 __all__ = ["CacheSettings", "Load"]
 
+_PAGE = 4096  # bytes of the file of a spill that a block of a layer begins with
 _MOST_CONTEXTS = 16  # that a prefix cache names of such a network
 
 
@@ -66,7 +70,25 @@ class CacheSettings(CacheArguments):
                 raise ValueError(f"block_size: expected a multiple of 16 with sparse_tokens, got {block_size}")
             settings = replace(settings, sparse_tokens=sparse)
         settings.kv_bytes(0)  # raises for a format that is not supported
-        return settings
+        return settings if given.spill is None else settings.with_spill(given.spill)
+
+    def with_spill(self, folder: str | os.PathLike[str]) -> CacheSettings:
+        """These settings with a folder for what memory has no room for.
+
+        Raises:
+            TypeError: no limit of memory, another kind.
+            ValueError: what excludes it.
+        """
+        if self.max_memory_bytes is None:
+            raise TypeError("max_memory_bytes: expected the bytes in memory beside spill, got None")
+        expect("spill", folder, self.features)
+        if self.sparse_tokens is None:
+            warnings.warn(
+                "spill without sparse_tokens: queries attend to all tokens, and each step reads from the disk those "
+                "that max_memory_bytes have no room for",
+                stacklevel=4,
+            )
+        return replace(self, spill=os.path.abspath(os.fspath(folder)))
 
     def with_states(self, max_state_bytes: int | str | None) -> CacheSettings:
         """These settings with another limit of cached states.
@@ -110,7 +132,8 @@ class CacheSettings(CacheArguments):
     @property
     def features(self) -> frozenset[str]:
         """The names of the features that exclude settings, see `kvcache.support.exclusions`."""
-        own = set() if self.sparse_tokens is None else {"sparse"}
+        given = (("sparse", self.sparse_tokens), ("spill", self.spill))
+        own = {name for name, value in given if value is not None}
         own |= {"residual"} if self.storage.residual_length or self.storage.firsts else set()
         return features_of(self.model) | own | (set() if self.budgets is None else self.budgets.features)
 
@@ -165,6 +188,8 @@ class CacheSettings(CacheArguments):
         load, size, positions = self.load, self.block_size, self.model.config.max_position_embeddings
         # Plus one block: cutting the last token off may copy the last block.
         count, context = self.num_blocks, -(-load.default_contexts * positions // size) + 1
+        if self.spill is not None:
+            return self._spilling_blocks((-(-positions // size) + 1) * max(load.texts, 1) if count is None else count)
         if self.max_memory_bytes is None:
             tokens = min(load.default_contexts * positions, load.default_tokens)
             return -(-tokens // size) + 1 if count is None else count
@@ -177,6 +202,27 @@ class CacheSettings(CacheArguments):
         beside = self.kv_bytes(0)
         also = f" ({beside} beside it)" if beside else ""
         return self.fitting(count, self.kv_bytes, self.max_memory_bytes, f"of one block{also}")
+
+    def _spilling_blocks(self, count: int) -> int:
+        """As many blocks, at most `count`, as the disk and the memory beside blocks allow."""
+        assert self.spill is not None
+        os.makedirs(self.spill, mode=0o700, exist_ok=True)
+        disk = os.statvfs(self.spill)
+        slot = self.spilled_bytes + _PAGE * len(self.whole)  # of the file, in whole pages of each layer
+        room = disk.f_bavail * disk.f_frsize // slot
+        if not room:
+            raise OSError(errno.ENOSPC, f"spill: expected room for a block of {slot} bytes, got none", self.spill)
+        always = self.bytes_beside_spill(0)
+
+        def needed(blocks: int) -> int:
+            beside = self.bytes_beside_spill(blocks)
+            return beside + max(beside - always, self.spilled_bytes)
+
+        return self.fitting(min(count, room), needed, self.max_memory_bytes, "of one block and of what stays in memory")
+
+    def bytes_beside_spill(self, blocks: int, cached: int = 0) -> int:
+        """The bytes of a pool of `blocks` blocks that stay in memory."""
+        return self.kv_bytes(blocks, cached) - blocks * self.spilled_bytes
 
     def _evicting_blocks(self, budgets: Budgets) -> int:
         peak = budgets.peak_blocks(self.block_size, self.load.piece, self.model.config.max_position_embeddings)
@@ -192,6 +238,7 @@ class CacheSettings(CacheArguments):
             TypeError: neither is given; another kind.
             ValueError: a negative number; too few bytes for one block.
         """
+        self._expect_no_limit(max_memory_bytes)
         if count is None and max_memory_bytes is None:
             raise TypeError("max_cache_blocks: expected an int, or max_memory_bytes in its place, got None")
         count = None if count is None else as_count(count, "max_cache_blocks", most=None)
@@ -210,12 +257,20 @@ class CacheSettings(CacheArguments):
             "of one block and of the engine's K and V",
         )
 
+    def _expect_no_limit(self, max_memory_bytes: int | str | None) -> None:
+        if self.spill is not None and max_memory_bytes is not None:
+            raise ValueError(
+                f"max_memory_bytes: expected None with an engine that spills, whose own limit counts, "
+                f"got {max_memory_bytes}"
+            )
+
     def shared_blocks(self, pool_blocks: int, max_memory_bytes: int | str | None) -> int:
         """The blocks of a pool of which a prefix cache may have all: `pool_blocks`, or fewer within `max_memory_bytes`.
 
         Raises:
             TypeError, ValueError: no number of bytes; too few for one block.
         """
+        self._expect_no_limit(max_memory_bytes)
         if max_memory_bytes is None:
             return pool_blocks
         return self.fitting(pool_blocks, lambda blocks: self.kv_bytes(blocks, blocks), max_memory_bytes)

@@ -7,6 +7,8 @@ from libc.string cimport memcpy
 
 from kvcache.core.store cimport BlockStore
 from kvcache.kernels cimport kernels
+from kvcache.kernels.kernels cimport kvc_run
+from kvcache.kernels.spill_units cimport KVC_TO_READ, KVC_TO_REPLACE
 
 KEY_WORDS = 262
 
@@ -29,12 +31,17 @@ def copy_out(BlockStore store not None, blocks, out):
     if c_out.shape[0] == 0:
         return
     cdef unsigned char *at = &c_out[0]
+    cdef kvc_run run
     with nogil:
         for i in range(c_blocks.shape[0]):
+            run = kvc_run(c_blocks[i], 0, 0)
             for layer in range(store.num_layers):
                 size = store.layouts.of[layer].block_bytes
+                store.hold_(layer, &run, 1, KVC_TO_READ)
                 memcpy(at, store.layer_base_(layer) + <size_t>c_blocks[i] * size, size)
+                store.release_(layer, &run, 1, KVC_TO_READ)
                 at += size
+    store.expect_good_()
 
 
 def copy_in(BlockStore store not None, blocks, data):
@@ -47,11 +54,15 @@ def copy_in(BlockStore store not None, blocks, data):
     if c_data.shape[0] == 0:
         return
     cdef const unsigned char *at = &c_data[0]
+    cdef kvc_run run
     with nogil:
         for i in range(c_blocks.shape[0]):
+            run = kvc_run(c_blocks[i], 0, 0)
             for layer in range(store.num_layers):
                 size = store.layouts.of[layer].block_bytes
+                store.hold_(layer, &run, 1, KVC_TO_REPLACE)
                 memcpy(store.layer_base_(layer) + <size_t>c_blocks[i] * size, at, size)
+                store.release_(layer, &run, 1, KVC_TO_REPLACE)
                 at += size
             store.written_slots[c_blocks[i]] = <uint16_t>store.layout.block_size
             store.forget_(c_blocks[i], 0, store.layout.block_size)

@@ -17,6 +17,7 @@ from time import monotonic, sleep
 from kvcache.support.arguments import as_bytes
 from kvcache.support.copies import refuse_copies
 from kvcache.support.descriptors import File, kind_of
+from kvcache.support.private_folders import expect_private, is_own
 from kvcache.support.regular_files import read_at, write_at
 from kvcache.tiers.keys import KEY_BYTES, as_secret
 from kvcache.tiers.protocol import MOST_BYTES, Buffer
@@ -132,15 +133,10 @@ class DirectoryTier:
 
     def _check(self, status: os.stat_result) -> None:
         """PermissionError if others than the directory's users could put something in place of a value or a secret."""
-        others = stat.S_IWOTH if self._shared else stat.S_IWOTH | stat.S_IWGRP
-        if status.st_mode & others or not (self._shared or _is_own(status)):
-            expected = "a directory that not everybody can write to"
-            if not self._shared:
-                expected = "a secret, or a directory of this user that no other can write to (such as a new one in it)"
-            raise PermissionError(
-                f"{self.path}: expected {expected}, got {kind_of(status.st_mode)} of user {status.st_uid} with mode "
-                f"{stat.S_IMODE(status.st_mode):04o}"
-            )
+        expected = "a directory that not everybody can write to"
+        if not self._shared:
+            expected = "a secret, or a directory of this user that no other can write to (such as a new one in it)"
+        expect_private(status, self.path, expected, self._shared)
 
     def _write(self, folder: File, name: str, value: Buffer, mode: int) -> None:
         with self._lock:
@@ -197,11 +193,6 @@ def _folder_of(key: bytes) -> str:
 
 def _file_of(key: bytes) -> str:
     return key[1:].hex()
-
-
-def _is_own(status: os.stat_result) -> bool:
-    """Whether a file belongs to this user or to root."""
-    return status.st_uid in (os.geteuid(), 0)
 
 
 def _mode(root: File) -> int:
@@ -323,7 +314,7 @@ def _secret(root: File, path: str) -> bytes | None:
         status = os.stat(_SECRET, dir_fd=root.fd, follow_symlinks=False)
     except FileNotFoundError:
         return None
-    if stat.S_ISREG(status.st_mode) and _is_own(status) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if stat.S_ISREG(status.st_mode) and is_own(status) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         with suppress(PermissionError):
             return bytes(_read(root, _SECRET, _SECRET_BYTES, bytearray) or b"")
     raise PermissionError(

@@ -189,7 +189,7 @@ def swapped(folder):
     return folder
 
 
-def test_options_reach_the_engine(monkeypatch):
+def test_options_reach_the_engine(monkeypatch, tmp_path):
     """Options that change an answer, or how fast it comes, are passed on."""
     made, real = [], InferenceEngine.from_pretrained
 
@@ -201,6 +201,10 @@ def test_options_reach_the_engine(monkeypatch):
     command = ["generate", "--model", str(DIRECTORY), "--prompt", "import ", "--max-tokens", "1"]
     assert main([*command, "--sparse-tokens", "48", "--activations", "exact", "--context", "64"]) == 0
     assert (made[0].sparse_tokens, made[0].model.activations, made[0].cache.total_blocks) == (48, "exact", 5)
+    made.clear()
+    assert main([*command, "--sparse-tokens", "48", "--spill", str(tmp_path), "--max-memory", "2MiB"]) == 0
+    assert made[0].cache.spill.folder == str(tmp_path)
+    assert made[0].cache.spill.max_memory_bytes < 2 << 20
 
 
 def test_errors_are_one_line(capsys, tmp_path):

@@ -70,6 +70,7 @@ def test_what_the_command_refuses(capsys, monkeypatch):
         (["--pooling", "cls"], "--pooling: expected last or mean, got 'cls'"),
         (["--draft-tokens", "17"], "--draft-tokens: expected an int <= 16, got 17"),
         (["--sparse-tokens", "0"], "--sparse-tokens: expected an int >= 1, got 0"),
+        (["--spill", "folder"], "--max-memory: expected the bytes in memory beside --spill, got none"),
         (["--activations", "q8"], "--activations: expected one of int8, exact, bf16, got 'q8'"),
         (["--drain", "-1"], "drain: expected an int >= 0, got -1"),
         (["--kv-events", "5557"], "--kv-events: expected an address such as tcp://127.0.0.1:5557, got '5557'"),

@@ -1,5 +1,7 @@
 """PagedKvCache against its naive twin over random histories, with real data in the blocks."""
 
+import tempfile
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -8,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from oracles.paged import RANKS, NaiveOutOfMemoryError, NaivePagedKvCache
 
 from kvcache import EvictionStrategy, PagedKvCache
-from kvcache.errors import OutOfMemoryError
+from kvcache.errors import InvalidOperationError, OutOfMemoryError
 
 LAYERS, HEADS, DIM = 2, 1, 8
 STRATEGIES = [
@@ -230,7 +232,40 @@ class OneSlotBlocks(PagedMachine):
     num_blocks, block_size, value_dim = 40, 1, 24
 
 
+class SpillingMachine(PagedMachine):
+    """The random histories of all caches, where nothing stays in memory that no call holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.real = PagedKvCache(
+            self.num_blocks, self.block_size, HEADS, DIM, num_layers=LAYERS, dtype="f32",
+            value_head_dim=self.value_dim, spill=self.folder.name, max_memory_bytes=self.limit,
+        )
+
+    limit = 1
+
+    @rule()
+    def grow(self):
+        with pytest.raises(InvalidOperationError, match="spill"):
+            self.real.grow(1)
+
+    def teardown(self):
+        del self.real
+        self.folder.cleanup()
+
+
+class SomeInMemory(SpillingMachine):
+    """Blocks that share pages of the system, of which one or two are in memory."""
+
+    num_blocks, limit, value_dim = 40, 8192, 24
+
+
 TestPaged = PagedMachine.TestCase
 TestPaged.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestOneSlotBlocks = OneSlotBlocks.TestCase
 TestOneSlotBlocks.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
+TestSpilling = SpillingMachine.TestCase
+TestSpilling.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestSomeInMemory = SomeInMemory.TestCase
+TestSomeInMemory.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)

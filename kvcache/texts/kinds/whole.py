@@ -313,7 +313,7 @@ def _of(made: CacheArguments, left: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _make(made: CacheArguments, layers: Sequence[int], blocks: int, cached: int | None) -> WholeLayers:
-    load, cache = made.load, made.make_cache(**made.options(layers, blocks))
+    load, cache = made.load, made.make_cache(**made.options(layers, blocks), **made.spilling(blocks, cached))
     if made.most_unpacked:
         cache.reserve_unpacked(made.most_unpacked)
     if made.sparse_tokens is not None:

@@ -1,0 +1,689 @@
+/* kvc_spill.c - the residency of units (kvc_spill.h).
+ *
+ *   elsewhere -> being read -> in memory: held, or in the order of leaving -> elsewhere
+ *                                           \-> being written -> saved
+ *
+ * The order of leaving has the units in memory that nobody holds and that are not being written, those released last at its
+ * newest end. One lock guards all records; bytes are read, written and summed without it, for a unit that is being read belongs
+ * to the thread that reads it, and one that is being written does not change.
+ *
+ * Units need not be whole pages of the system: a page is given back with the last unit on it. A unit that begins as zeros is
+ * cleared, since its page may have stayed with what was there before.
+ *
+ * Threads that read go through a buffer of their own, so that requests may bypass the page cache (O_DIRECT), and neighbours in the
+ * file are read and written together.
+ */
+#ifdef __linux__
+#define _GNU_SOURCE
+#endif
+#include "kvc_spill.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+enum {
+    MOST_THREADS = 64,
+    REQUEST_BYTES = 128 << 10, /* of neighbours that are read or written together, at most */
+    MOST_TOGETHER = 32,
+    LEAVING = 64,              /* units that are written at once to make room */
+    ALIGNMENT = 4096,          /* of buffers, as direct reads need */
+    STACK_BYTES = 128 << 10,
+};
+
+/* TAKEN: its memory counts. IS_LEAVING: it leaves once it is written. IS_LISTED: it is in the order of leaving.
+ * IS_SPOILED: nothing has its bytes, until they are replaced. */
+enum { TAKEN = 1, PRESENT = 2, BEING_READ = 4, BEING_WRITTEN = 8, SAVED = 16, IS_LEAVING = 32, IS_LISTED = 64, IS_SPOILED = 128 };
+
+typedef struct unit_record {
+    int32_t newer, older; /* in the order of leaving; -1: none */
+    int32_t next;         /* in a queue of requests; of one that could not be read, the code of its request */
+    uint32_t checksum;    /* of what the file has */
+    uint32_t holds;
+    unsigned char state;
+} unit_record;
+
+typedef struct queue {
+    int32_t first, last; /* -1: none */
+} queue;
+
+struct kvc_spill {
+    pthread_mutex_t lock;
+    pthread_cond_t wanted, done;
+    pid_t process;
+    int fd, block_size, closing;
+    int threads_wanted, num_threads, unheard; /* not started yet; serving; requests of which no thread was told */
+    unsigned char *arena;
+    int32_t num_layers, num_blocks;
+    size_t page, limit, *sizes, *starts, *slots, *offsets; /* of each layer: of a unit in the arena and in the file */
+    uint16_t *page_users;                                   /* units that are TAKEN on each page of the system */
+    unit_record *units;
+    int64_t num_units, num_pages, being_written, write_faults;
+    int32_t newest, oldest;
+    queue reads, writes;
+    const int32_t *references;
+    atomic_int write_error; /* of the last request that wrote; 0: none */
+    kvc_fault fault;
+    kvc_spill_stats stats;
+    size_t buffer_bytes;
+    pthread_t threads[MOST_THREADS];
+};
+
+/* ---- Places and bytes. */
+
+static int32_t layer_of(const kvc_spill *s, int64_t unit) { return (int32_t)(unit / s->num_blocks); }
+static int32_t block_of(const kvc_spill *s, int64_t unit) { return (int32_t)(unit % s->num_blocks); }
+static size_t size_of(const kvc_spill *s, int64_t unit) { return s->sizes[layer_of(s, unit)]; }
+static unsigned char *bytes_of(const kvc_spill *s, int64_t unit) {
+    const int32_t layer = layer_of(s, unit);
+    return s->arena + s->starts[layer] + (size_t)block_of(s, unit) * s->sizes[layer];
+}
+static off_t offset_of(const kvc_spill *s, int64_t unit) {
+    const int32_t layer = layer_of(s, unit);
+    return (off_t)(s->offsets[layer] + (size_t)block_of(s, unit) * s->slots[layer]);
+}
+
+/* A sum of all bytes, in which each bit changes about half of its bits; another one for each unit. */
+static uint32_t checksum_of(const unsigned char *data, size_t n, int64_t unit) {
+    const uint64_t factor = 0x9e3779b97f4a7c15u;
+    uint64_t sums[4] = {(uint64_t)unit * factor, 1, 2, 3}, word[4];
+    size_t i = 0;
+    for (; i + sizeof word <= n; i += sizeof word) {
+        memcpy(word, data + i, sizeof word);
+        for (int k = 0; k < 4; k++) {
+            sums[k] = (sums[k] ^ word[k]) * factor;
+            sums[k] ^= sums[k] >> 29;
+        }
+    }
+    for (int k = 0; i < n; i++, k = (k + 1) % 4) sums[k] = (sums[k] ^ data[i]) * factor;
+    uint64_t all = n;
+    for (int k = 0; k < 4; k++) all = (all ^ sums[k] ^ sums[k] >> 32) * factor;
+    return (uint32_t)(all >> 32);
+}
+
+/* The pages of the system that a unit lies on. */
+static int64_t first_page(const kvc_spill *s, int64_t unit) { return (int64_t)((size_t)(bytes_of(s, unit) - s->arena) / s->page); }
+static int64_t last_page(const kvc_spill *s, int64_t unit) {
+    return (int64_t)(((size_t)(bytes_of(s, unit) - s->arena) + size_of(s, unit) - 1) / s->page);
+}
+
+static size_t bytes_to_take(const kvc_spill *s, int64_t unit) {
+    size_t count = 0;
+    for (int64_t p = first_page(s, unit); p <= last_page(s, unit); p++) count += !s->page_users[p];
+    return count * s->page;
+}
+
+static void take_memory(kvc_spill *s, int64_t unit) {
+    s->stats.resident += (int64_t)bytes_to_take(s, unit);
+    for (int64_t p = first_page(s, unit); p <= last_page(s, unit); p++) s->page_users[p]++;
+    s->units[unit].state |= TAKEN;
+}
+
+static void give_memory(kvc_spill *s, int64_t unit) {
+    int64_t first = -1, stop = -1;
+    for (int64_t p = first_page(s, unit); p <= last_page(s, unit); p++) {
+        if (--s->page_users[p]) continue;
+        if (first < 0) first = p;
+        stop = p + 1;
+    }
+    s->units[unit].state &= (unsigned char)~TAKEN;
+    if (first < 0) return;
+    s->stats.resident -= (stop - first) * (int64_t)s->page; /* those in between are its own */
+    madvise(s->arena + (size_t)first * s->page, (size_t)(stop - first) * s->page, MADV_DONTNEED);
+}
+
+/* ---- The order of leaving, and the queues. */
+
+static void list_unit(kvc_spill *s, int32_t unit, int leaves_next) {
+    unit_record *u = &s->units[unit];
+    u->newer = leaves_next ? s->oldest : -1, u->older = leaves_next ? -1 : s->newest;
+    if (u->newer >= 0) s->units[u->newer].older = unit;
+    if (u->older >= 0) s->units[u->older].newer = unit;
+    if (leaves_next || s->oldest < 0) s->oldest = unit;
+    if (!leaves_next || s->newest < 0) s->newest = unit;
+    u->state |= IS_LISTED;
+}
+
+static void unlist_unit(kvc_spill *s, int32_t unit) {
+    unit_record *u = &s->units[unit];
+    if (!(u->state & IS_LISTED)) return;
+    if (u->newer >= 0) s->units[u->newer].older = u->older;
+    if (u->older >= 0) s->units[u->older].newer = u->newer;
+    if (s->newest == unit) s->newest = u->older;
+    if (s->oldest == unit) s->oldest = u->newer;
+    u->newer = u->older = -1;
+    u->state &= (unsigned char)~IS_LISTED;
+}
+
+/* Lists a unit if it is in memory and may leave. */
+static void list_if_free(kvc_spill *s, int32_t unit, int leaves_next) {
+    unit_record *u = &s->units[unit];
+    if ((u->state & PRESENT) && !u->holds && !(u->state & (BEING_WRITTEN | IS_LISTED))) list_unit(s, unit, leaves_next);
+}
+
+static void push(kvc_spill *s, queue *q, int32_t unit) {
+    s->units[unit].next = -1;
+    if (q->last >= 0)
+        s->units[q->last].next = unit;
+    else
+        q->first = unit;
+    q->last = unit;
+    s->unheard++;
+}
+
+static int32_t pop(kvc_spill *s, queue *q) {
+    const int32_t unit = q->first;
+    q->first = s->units[unit].next;
+    if (q->first < 0) q->last = -1;
+    return unit;
+}
+
+static void note_fault(kvc_spill *s, kvc_fault_kind kind, int64_t unit, int code) {
+    s->stats.faults++;
+    if (!s->fault.kind) s->fault = (kvc_fault){kind, layer_of(s, unit), block_of(s, unit), code};
+}
+
+/* ---- Requests. */
+
+/* Transfers all bytes; 0, or the system's error; -1: the file ends before. */
+static int transfer(int fd, int is_read, unsigned char *buffer, size_t n, off_t offset) {
+    while (n) {
+        const ssize_t got = is_read ? pread(fd, buffer, n, offset) : pwrite(fd, buffer, n, offset);
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) return errno;
+        if (got == 0) return is_read ? -1 : ENOSPC;
+        buffer += got, offset += got, n -= (size_t)got;
+    }
+    return 0;
+}
+
+typedef struct request {
+    int is_read, count;
+    int32_t unit; /* the first one of `count` neighbours */
+    int codes[MOST_TOGETHER];              /* of each: 0, an error of the system, or -1: the file ends before */
+    unsigned char is_good[MOST_TOGETHER]; /* of each that was read */
+} request;
+
+/* The next request: a unit and those queued behind it that follow in the file. Reads come first. */
+static request next_request(kvc_spill *s) {
+    request r = {.is_read = s->reads.first >= 0, .count = 1};
+    queue *q = r.is_read ? &s->reads : &s->writes;
+    r.unit = pop(s, q);
+    const size_t most = s->buffer_bytes / s->slots[layer_of(s, r.unit)];
+    while (q->first == r.unit + r.count && block_of(s, q->first) && (size_t)r.count < most && r.count < MOST_TOGETHER) pop(s, q), r.count++;
+    return r;
+}
+
+/* Runs a request, without the lock. */
+static void run_request(kvc_spill *s, request *r, unsigned char *buffer) {
+    const size_t size = size_of(s, r->unit), slot = s->slots[layer_of(s, r->unit)], all = (size_t)r->count * slot;
+    for (int i = 0; !r->is_read && i < r->count; i++) {
+        memcpy(buffer + (size_t)i * slot, bytes_of(s, r->unit + i), size);
+        memset(buffer + (size_t)i * slot + size, 0, slot - size);
+        s->units[r->unit + i].checksum = checksum_of(buffer + (size_t)i * slot, size, r->unit + i);
+    }
+    const int code = transfer(s->fd, r->is_read, buffer, all, offset_of(s, r->unit));
+#ifdef POSIX_FADV_DONTNEED
+    posix_fadvise(s->fd, offset_of(s, r->unit), (off_t)all, POSIX_FADV_DONTNEED); /* nothing where requests are direct */
+#endif
+    for (int i = 0; i < r->count; i++) {
+        unsigned char *own = buffer + (size_t)i * slot;
+        const unit_record *u = &s->units[r->unit + i];
+        r->codes[i] = code && r->count > 1 ? transfer(s->fd, r->is_read, own, slot, offset_of(s, r->unit + i)) : code;
+        r->is_good[i] = !r->codes[i] && r->is_read && !(u->state & IS_SPOILED) && checksum_of(own, size, r->unit + i) == u->checksum;
+        if (r->is_good[i]) memcpy(bytes_of(s, r->unit + i), own, size);
+    }
+}
+
+static void end_read(kvc_spill *s, int32_t unit, int code, int is_good) {
+    unit_record *u = &s->units[unit];
+    u->state &= (unsigned char)~BEING_READ;
+    if (is_good) {
+        u->state |= PRESENT;
+        list_if_free(s, unit, 0);
+        return;
+    }
+    u->next = code; /* of the fault, for who holds it */
+    if (!u->holds) give_memory(s, unit); /* ahead of its use: who asks for it reads it again */
+}
+
+static void end_write(kvc_spill *s, int32_t unit, int code) {
+    unit_record *u = &s->units[unit];
+    const int leaves = u->state & IS_LEAVING;
+    u->state &= (unsigned char)~(BEING_WRITTEN | IS_LEAVING);
+    s->being_written--;
+    if (code) {
+        s->write_faults++, s->write_error = code;
+    } else {
+        u->state |= SAVED, s->write_error = 0;
+        s->stats.written_units++;
+        s->stats.written_bytes += (int64_t)s->slots[layer_of(s, unit)];
+    }
+    list_if_free(s, unit, leaves && !code);
+}
+
+static void end_request(kvc_spill *s, const request *r, double seconds) {
+    const int64_t bytes = r->count * (int64_t)s->slots[layer_of(s, r->unit)];
+    for (int i = 0; i < r->count; i++) {
+        if (r->is_read)
+            end_read(s, r->unit + i, r->codes[i], r->is_good[i]);
+        else
+            end_write(s, r->unit + i, r->codes[i]);
+    }
+    if (r->is_read) s->stats.read_units += r->count, s->stats.read_bytes += bytes, s->stats.read_seconds += seconds;
+    pthread_cond_broadcast(&s->done);
+}
+
+static double seconds_now(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+/* Runs the next request; with the lock, which it leaves meanwhile. */
+static void serve(kvc_spill *s, unsigned char *buffer) {
+    request r = next_request(s);
+    pthread_mutex_unlock(&s->lock);
+    const double begun = seconds_now();
+    run_request(s, &r, buffer);
+    const double seconds = seconds_now() - begun;
+    pthread_mutex_lock(&s->lock);
+    end_request(s, &r, seconds);
+}
+
+static void *work(void *context) {
+    kvc_spill *s = context;
+    void *buffer = NULL;
+    if (posix_memalign(&buffer, ALIGNMENT, s->buffer_bytes)) buffer = NULL;
+    pthread_mutex_lock(&s->lock);
+    while (buffer && !s->closing) {
+        if (s->reads.first < 0 && s->writes.first < 0)
+            pthread_cond_wait(&s->wanted, &s->lock);
+        else
+            serve(s, buffer);
+    }
+    if (!buffer) s->num_threads--; /* the others serve, or those who wait */
+    pthread_cond_broadcast(&s->done);
+    pthread_mutex_unlock(&s->lock);
+    free(buffer);
+    return NULL;
+}
+
+/* Starts the threads at the first request: none serves signals. */
+static void start_threads(kvc_spill *s) {
+    pthread_attr_t small;
+    sigset_t all, before;
+    if (s->threads_wanted <= 0 || pthread_attr_init(&small)) return;
+    pthread_attr_setstacksize(&small, STACK_BYTES);
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int count = 0;
+    while (count < s->threads_wanted && !pthread_create(&s->threads[count], &small, work, s)) count++;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&small);
+    s->num_threads += count, s->threads_wanted = -count;
+}
+
+/* Tells threads of what is queued: last, for they need the lock. */
+static void tell(kvc_spill *s) {
+    if (s->unheard && s->threads_wanted > 0) start_threads(s);
+    for (int i = 0; i < s->unheard && i < s->num_threads; i++) pthread_cond_signal(&s->wanted);
+    s->unheard = 0;
+}
+
+/* Waits for the end of a request; serves one itself where there are no threads. 0: that is not possible either. */
+static int wait_for_one(kvc_spill *s) {
+    tell(s);
+    if (s->num_threads > 0) {
+        pthread_cond_wait(&s->done, &s->lock);
+        return 1;
+    }
+    void *buffer = NULL;
+    if (s->reads.first < 0 && s->writes.first < 0) { /* another caller runs it */
+        pthread_cond_wait(&s->done, &s->lock);
+        return 1;
+    }
+    if (posix_memalign(&buffer, ALIGNMENT, s->buffer_bytes)) return 0;
+    serve(s, buffer);
+    free(buffer);
+    return 1;
+}
+
+/* ---- Room. */
+
+static int is_unused(const kvc_spill *s, int32_t unit) { return s->references && !s->references[block_of(s, unit)]; }
+
+static void begin_write(kvc_spill *s, int32_t unit, int leaves) {
+    unit_record *u = &s->units[unit];
+    unlist_unit(s, unit);
+    u->state |= BEING_WRITTEN;
+    if (leaves) u->state |= IS_LEAVING;
+    s->being_written++;
+    push(s, &s->writes, unit);
+}
+
+/* Drops a listed unit that is saved, or of a block that nobody has; 0: it must be written first. */
+static int drop_unit(kvc_spill *s, int32_t unit) {
+    unit_record *u = &s->units[unit];
+    if (is_unused(s, unit))
+        u->state &= (unsigned char)~(SAVED | IS_SPOILED);
+    else if (!(u->state & SAVED))
+        return 0;
+    unlist_unit(s, unit);
+    u->state &= (unsigned char)~PRESENT;
+    give_memory(s, unit);
+    s->stats.dropped_units++;
+    return 1;
+}
+
+/* Lets units leave until there is room for `need` bytes more. 1: there is, or all in memory is held; 0: the rest cannot be written. */
+static int make_room(kvc_spill *s, size_t need) {
+    const int64_t faults = s->write_faults;
+    while ((size_t)s->stats.resident + need > s->limit) {
+        int written = 0, dropped = 0;
+        for (int32_t unit = s->oldest, newer; unit >= 0 && written < LEAVING; unit = newer) {
+            newer = s->units[unit].newer;
+            if (drop_unit(s, unit)) {
+                dropped++;
+                if ((size_t)s->stats.resident + need <= s->limit) break;
+            } else if (s->write_faults == faults) {
+                begin_write(s, unit, 1);
+                written++;
+            }
+        }
+        if (dropped) continue;
+        if (!s->being_written) return s->write_faults == faults;
+        if (!wait_for_one(s)) return 1; /* no memory for a buffer: more is in memory than should be */
+    }
+    return 1;
+}
+
+/* ---- Holding. */
+
+static int32_t unit_at(const kvc_spill *s, const kvc_units *units, int64_t i, int32_t *last, const kvc_run **run) {
+    *run = units->runs + (units->list ? units->list[i] / units->divisor : i);
+    if ((*run)->block == *last) return -1;
+    *last = (*run)->block;
+    return (int32_t)(units->layer * (int64_t)s->num_blocks + *last);
+}
+
+/* Brings a unit that is held into memory, or begins to. 1: it is there. */
+static int bring(kvc_spill *s, int32_t unit, kvc_use use) {
+    unit_record *u = &s->units[unit];
+    if (!(u->state & TAKEN)) {
+        const int is_room = make_room(s, bytes_to_take(s, unit)); /* others may have brought it meanwhile */
+        if (!is_room && use == KVC_TO_READ && !(u->state & TAKEN)) {
+            note_fault(s, KVC_FULL_FAULT, unit, s->write_error);
+            return 1;
+        }
+    }
+    if (u->state & TAKEN) return (u->state & PRESENT) && (use == KVC_TO_READ || !(u->state & BEING_WRITTEN));
+    take_memory(s, unit);
+    if ((u->state & SAVED) && use != KVC_TO_REPLACE) {
+        u->state |= BEING_READ;
+        push(s, &s->reads, unit);
+        return 0;
+    }
+    if (use != KVC_TO_REPLACE) memset(bytes_of(s, unit), 0, size_of(s, unit));
+    u->state |= PRESENT;
+    return 1;
+}
+
+static int is_busy(const unit_record *u, kvc_use use) {
+    return (u->state & BEING_READ) || (use != KVC_TO_READ && (u->state & BEING_WRITTEN));
+}
+
+static int is_elsewhere(kvc_spill *s, const kvc_units *units) { /* a child of fork() has neither threads nor a file of its own */
+    if (getpid() == s->process) return 0;
+    if (!s->fault.kind) s->fault = (kvc_fault){KVC_FORK_FAULT, units->layer, 0, 0};
+    return 1;
+}
+
+int64_t kvc_hold(kvc_spill *s, const kvc_units *units, kvc_use use) {
+    const kvc_run *run;
+    int64_t waits = 0, missing = 0;
+    if (!units->count) return 0;
+    if (is_elsewhere(s, units)) return units->count;
+    pthread_mutex_lock(&s->lock);
+    int32_t last = -1, unit;
+    for (int64_t i = 0; i < units->count; i++) { /* all of them before any is brought, so that none leaves for another */
+        if ((unit = unit_at(s, units, i, &last, &run)) < 0) continue;
+        unlist_unit(s, unit);
+        s->units[unit].holds++;
+        s->stats.held_units += use == KVC_TO_READ;
+    }
+    last = -1;
+    for (int64_t i = 0; i < units->count; i++) {
+        if ((unit = unit_at(s, units, i, &last, &run)) >= 0) waits += !bring(s, unit, use);
+    }
+    last = -1;
+    for (int64_t i = 0; i < units->count; i++) {
+        if ((unit = unit_at(s, units, i, &last, &run)) < 0) continue;
+        while (is_busy(&s->units[unit], use) && wait_for_one(s)) continue;
+        unit_record *u = &s->units[unit];
+        if (use == KVC_TO_REPLACE) u->state |= PRESENT; /* also where it was read ahead, in vain */
+        if (!(u->state & PRESENT)) {
+            const kvc_fault_kind kind = !u->next ? KVC_CHECKSUM_FAULT : u->next < 0 ? KVC_SHORT_FAULT : KVC_READ_FAULT;
+            missing++;
+            if (u->state & TAKEN) note_fault(s, kind, unit, u->next);
+        }
+        if (use != KVC_TO_READ && (u->state & PRESENT)) u->state &= (unsigned char)~(SAVED | IS_SPOILED);
+    }
+    if (use == KVC_TO_READ) s->stats.holds++, s->stats.waits += waits > 0;
+    tell(s);
+    pthread_mutex_unlock(&s->lock);
+    return missing;
+}
+
+void kvc_release(kvc_spill *s, const kvc_units *units, kvc_use use) {
+    const kvc_run *run;
+    if (!units->count || is_elsewhere(s, units)) return;
+    pthread_mutex_lock(&s->lock);
+    int32_t last = -1, unit;
+    for (int64_t i = 0; i < units->count; i++) {
+        if ((unit = unit_at(s, units, i, &last, &run)) < 0) continue;
+        unit_record *u = &s->units[unit];
+        if (--u->holds) continue;
+        if (!(u->state & PRESENT)) { /* it could not be read; what was to change it is lost */
+            if (use != KVC_TO_READ) u->state |= IS_SPOILED;
+            if (u->state & TAKEN) give_memory(s, unit);
+            continue;
+        }
+        list_if_free(s, unit, 0);
+        /* Written behind, once memory is half full: a block whose last slot has come does not change any more. */
+        if (use == KVC_TO_READ || run->stop != s->block_size || (size_t)s->stats.resident * 2 < s->limit || s->write_error) continue;
+        begin_write(s, unit, 0);
+    }
+    if ((size_t)s->stats.resident > s->limit) make_room(s, 0); /* what was held had no room */
+    tell(s);
+    pthread_mutex_unlock(&s->lock);
+}
+
+void kvc_spoil(kvc_spill *s, const kvc_units *units) {
+    const kvc_run *run;
+    if (!units->count || is_elsewhere(s, units)) return;
+    pthread_mutex_lock(&s->lock);
+    int32_t last = -1, unit;
+    for (int64_t i = 0; i < units->count; i++) {
+        if ((unit = unit_at(s, units, i, &last, &run)) < 0) continue;
+        unit_record *u = &s->units[unit];
+        u->state = (unsigned char)((u->state & ~PRESENT) | SAVED | IS_SPOILED);
+        if (!--u->holds && (u->state & TAKEN)) give_memory(s, unit);
+    }
+    pthread_mutex_unlock(&s->lock);
+}
+
+void kvc_hold_ahead(kvc_spill *s, const kvc_units *units) {
+    const kvc_run *run;
+    if (!units->count || is_elsewhere(s, units)) return;
+    pthread_mutex_lock(&s->lock);
+    int32_t last = -1, unit;
+    for (int64_t i = 0; i < units->count; i++) {
+        if ((unit = unit_at(s, units, i, &last, &run)) < 0) continue;
+        unit_record *u = &s->units[unit];
+        if ((u->state & TAKEN) || !(u->state & SAVED)) continue;
+        const size_t need = bytes_to_take(s, unit);
+        while ((size_t)s->stats.resident + need > s->limit && s->oldest >= 0 && drop_unit(s, s->oldest)) continue;
+        if ((size_t)s->stats.resident + need > s->limit) break;
+        take_memory(s, unit);
+        u->state |= BEING_READ;
+        push(s, &s->reads, unit);
+        s->stats.ahead_units++;
+    }
+    tell(s);
+    pthread_mutex_unlock(&s->lock);
+}
+
+int kvc_blank(kvc_spill *s, int32_t layer, int32_t block) {
+    const kvc_units units = {.layer = layer};
+    if (is_elsewhere(s, &units)) return 0;
+    pthread_mutex_lock(&s->lock);
+    unit_record *u = &s->units[(int64_t)layer * s->num_blocks + block];
+    while (u->state & BEING_READ) {
+        if (!wait_for_one(s)) break;
+    }
+    const int is_there = u->state & TAKEN;
+    if (!is_there) u->state &= (unsigned char)~(SAVED | IS_SPOILED);
+    pthread_mutex_unlock(&s->lock);
+    return !is_there;
+}
+
+/* ---- The whole. */
+
+kvc_spill *kvc_spill_open(int fd, unsigned char *arena, int32_t num_layers, const size_t *block_bytes, int32_t num_blocks,
+                          int block_size, size_t limit, size_t slot, int num_threads) {
+    kvc_spill *s = calloc(1, sizeof *s);
+    if (!s) return NULL;
+    s->fd = fd, s->arena = arena, s->num_layers = num_layers, s->num_blocks = num_blocks, s->block_size = block_size;
+    s->limit = limit, s->process = getpid(), s->page = (size_t)sysconf(_SC_PAGESIZE);
+    s->threads_wanted = num_threads < MOST_THREADS ? num_threads : MOST_THREADS;
+    s->newest = s->oldest = s->reads.first = s->reads.last = s->writes.first = s->writes.last = -1;
+    s->num_units = (int64_t)num_layers * num_blocks;
+    s->sizes = calloc(4 * (size_t)num_layers + 4, sizeof(size_t));
+    if (s->sizes) {
+        size_t start = 0, offset = 0;
+        s->starts = s->sizes + num_layers + 1, s->slots = s->starts + num_layers + 1, s->offsets = s->slots + num_layers + 1;
+        for (int32_t layer = 0; layer < num_layers; layer++) {
+            s->sizes[layer] = block_bytes[layer], s->slots[layer] = (block_bytes[layer] + slot - 1) / slot * slot;
+            s->starts[layer] = start, s->offsets[layer] = offset;
+            start += s->sizes[layer] * (size_t)num_blocks, offset += s->slots[layer] * (size_t)num_blocks;
+            if (s->buffer_bytes < s->slots[layer]) s->buffer_bytes = s->slots[layer];
+        }
+        if (s->buffer_bytes < REQUEST_BYTES) s->buffer_bytes = REQUEST_BYTES;
+        s->num_pages = (int64_t)((start + s->page - 1) / s->page);
+    }
+    s->page_users = calloc((size_t)s->num_pages + 1, sizeof *s->page_users);
+    s->units = calloc((size_t)s->num_units + 1, sizeof *s->units);
+    if (!s->sizes || !s->page_users || !s->units) {
+        free(s->sizes), free(s->page_users), free(s->units), free(s);
+        return NULL;
+    }
+    for (int64_t i = 0; i < s->num_units; i++) s->units[i].newer = s->units[i].older = s->units[i].next = -1;
+    pthread_mutex_init(&s->lock, NULL);
+    pthread_cond_init(&s->wanted, NULL);
+    pthread_cond_init(&s->done, NULL);
+    return s;
+}
+
+void kvc_spill_close(kvc_spill *s) {
+    if (!s) return;
+    if (getpid() == s->process) {
+        pthread_mutex_lock(&s->lock);
+        s->closing = 1;
+        pthread_cond_broadcast(&s->wanted);
+        pthread_mutex_unlock(&s->lock);
+        for (int i = 0; i < -s->threads_wanted; i++) pthread_join(s->threads[i], NULL);
+        pthread_mutex_destroy(&s->lock);
+        pthread_cond_destroy(&s->wanted);
+        pthread_cond_destroy(&s->done);
+    }
+    free(s->sizes), free(s->page_users), free(s->units), free(s);
+}
+
+size_t kvc_spill_bytes(const kvc_spill *s) {
+    const int threads = s->num_threads > 0 ? s->num_threads : 0;
+    return sizeof *s + (size_t)s->num_units * sizeof *s->units + (size_t)s->num_pages * sizeof *s->page_users +
+           (size_t)threads * s->buffer_bytes;
+}
+
+void kvc_spill_refer(kvc_spill *s, const int32_t *references) { s->references = references; }
+
+kvc_fault kvc_take_fault(kvc_spill *s) {
+    const kvc_fault fault = s->fault;
+    if (fault.kind) s->fault = (kvc_fault){0};
+    return fault;
+}
+
+int kvc_spill_expect_room(kvc_spill *s) {
+    if (!s->write_error || getpid() != s->process) return 0;
+    pthread_mutex_lock(&s->lock);
+    int32_t unit = s->oldest;
+    while (unit >= 0 && ((s->units[unit].state & SAVED) || is_unused(s, unit))) unit = s->units[unit].newer;
+    if (unit >= 0) begin_write(s, unit, 0);
+    while (unit >= 0 && (s->units[unit].state & BEING_WRITTEN) && wait_for_one(s)) continue;
+    if (unit < 0) s->write_error = 0; /* nothing needs to be written */
+    const int error = s->write_error;
+    pthread_mutex_unlock(&s->lock);
+    return error;
+}
+
+kvc_spill_stats kvc_spill_count(kvc_spill *s) {
+    if (getpid() != s->process) return s->stats;
+    pthread_mutex_lock(&s->lock);
+    const kvc_spill_stats stats = s->stats;
+    pthread_mutex_unlock(&s->lock);
+    return stats;
+}
+
+int kvc_spill_state(kvc_spill *s, int32_t layer, int32_t block) {
+    pthread_mutex_lock(&s->lock);
+    const int state = s->units[(int64_t)layer * s->num_blocks + block].state;
+    pthread_mutex_unlock(&s->lock);
+    return (state & PRESENT ? 1 : 0) + (state & SAVED ? 2 : 0);
+}
+
+/* What is wrong with the records of units, while requests may run. */
+static const char *check_units(kvc_spill *s, uint16_t *users) {
+    int64_t listed = 0, taken = 0;
+    for (int32_t unit = s->oldest, older = -1; unit >= 0; older = unit, unit = s->units[unit].newer, listed++) {
+        if (listed > s->num_units || s->units[unit].older != older) return "the order of leaving is broken";
+        if (!(s->units[unit].state & IS_LISTED)) return "a unit in the order of leaving does not know it";
+        if (s->units[unit].newer < 0 && s->newest != unit) return "the order of leaving has another end";
+    }
+    for (int64_t i = 0; i < s->num_units; i++) {
+        const unit_record *u = &s->units[i];
+        const int state = u->state, is_there = state & PRESENT;
+        if (u->holds) return "a unit is held between calls";
+        listed -= (state & IS_LISTED) > 0;
+        if (!(state & TAKEN) != !(state & (PRESENT | BEING_READ))) return "memory is taken for a unit that is not there, or not for one that is";
+        if ((state & IS_LISTED) && (!is_there || (state & BEING_WRITTEN))) return "a unit that cannot leave is in the order of leaving";
+        if (is_there && !(state & (IS_LISTED | BEING_WRITTEN))) return "a unit in memory is not in the order of leaving";
+        if (is_there && (state & BEING_READ)) return "a unit in memory is being read";
+        for (int64_t p = first_page(s, i); (state & TAKEN) && p <= last_page(s, i); p++) users[p]++;
+    }
+    if (listed) return "the order of leaving lacks a unit";
+    for (int64_t p = 0; p < s->num_pages; p++) {
+        if (users[p] != s->page_users[p]) return "the users of a page are counted wrongly";
+        taken += users[p] > 0;
+    }
+    if (taken * (int64_t)s->page != s->stats.resident) return "the bytes in memory are counted wrongly";
+    if ((size_t)s->stats.resident > s->limit && !s->write_error) return "more is in memory than the limit, and nothing is held";
+    return NULL;
+}
+
+const char *kvc_spill_check(kvc_spill *s) {
+    uint16_t *users = calloc((size_t)s->num_pages + 1, sizeof *users);
+    if (!users) return "no memory to check";
+    pthread_mutex_lock(&s->lock);
+    const char *wrong = check_units(s, users);
+    pthread_mutex_unlock(&s->lock);
+    free(users);
+    return wrong;
+}

@@ -1,0 +1,59 @@
+"""The file that a spill writes to: it has no name, so that nothing stays of it when the process ends in any way."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from contextlib import suppress
+
+from kvcache.support.descriptors import File
+from kvcache.support.private_folders import expect_private
+
+__all__ = ["open_spill_file"]
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+_UNNAMED = getattr(os, "O_TMPFILE", 0)
+_DIRECT = getattr(os, "O_DIRECT", 0)  # requests bypass the page cache, whose memory no limit counts
+
+
+def open_spill_file(folder: str) -> File:
+    """A new file of a folder, for this user alone, without a name.
+
+    Args:
+        folder: made if it is missing, readable by its owner alone. It must belong to this user or to root, and nobody
+            else may write to it, as the folder of a `DirectoryTier`.
+
+    Raises:
+        PermissionError: it belongs to another user, or others may write to it.
+        OSError: of the file system.
+    """
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    with File(folder, _FOLDER) as root:
+        expect_private(os.fstat(root.fd), folder, "a directory of this user that no other can write to")
+        if _DIRECT:
+            with suppress(OSError):  # file systems that lack it say so here, or at the first request
+                file = _nameless(root, _DIRECT)
+                if _takes_requests(file):
+                    return file
+        return _nameless(root, 0)
+
+
+def _nameless(root: File, more: int) -> File:
+    if _UNNAMED:
+        with suppress(OSError):
+            return File(".", os.O_RDWR | _UNNAMED | more, root)
+    name = f".spill-{os.getpid()}-{secrets.token_hex(8)}.tmp"
+    file = File(name, _NEW | more, root)
+    os.unlink(name, dir_fd=root.fd)
+    return file
+
+
+def _takes_requests(file: File) -> bool:
+    """Whether a page can be written and read: what is opened as direct may still refuse it."""
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        os.pwritev(file.fd, [page], 0)
+        whole = os.preadv(file.fd, [page], 0) == mmap.PAGESIZE
+    os.ftruncate(file.fd, 0)
+    return whole

@@ -1,0 +1,142 @@
+/* spill.c - the residency of units by itself: what `run spill` runs, as it is, with AddressSanitizer and with ThreadSanitizer.
+ *
+ * Threads hold random units of an arena of which a fifth may be in memory. All bytes of a unit are its number of changes. Requests
+ * fail at random, in some rounds: what cannot be read is told, what is told to be there has its bytes, and what was changed
+ * without being there is not there until it is replaced. It includes the source, to make requests fail.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <unistd.h>
+
+static atomic_uint asked;
+static atomic_int one_of; /* requests fails; 0: none does */
+
+static int fails(void) { return one_of && (atomic_fetch_add(&asked, 1) * 2654435761u >> 16) % (unsigned)one_of == 0; }
+static ssize_t some_pread(int fd, void *buffer, size_t n, off_t offset) {
+    if (fails()) return errno = EIO, -1;
+    return pread(fd, buffer, n > 1000 && fails() ? 1000 : n, offset);
+}
+static ssize_t some_pwrite(int fd, const void *buffer, size_t n, off_t offset) {
+    if (fails()) return errno = ENOSPC, -1;
+    return pwrite(fd, buffer, n, offset);
+}
+#define pread some_pread
+#define pwrite some_pwrite
+#include "kvc_spill.c"
+#undef pread
+#undef pwrite
+
+enum { LAYERS = 3, BLOCKS = 120, MOST_HELD = 16, CALLERS = 4, TURNS = 2500 };
+
+#define CHECK(true, ...) ((true) ? (void)0 : (fprintf(stderr, "spill.c:%d: ", __LINE__), fprintf(stderr, __VA_ARGS__), \
+                                              fputc('\n', stderr), abort()))
+
+static const size_t sizes[LAYERS] = {2304, 576, 9216}; /* several on a page of the system, one on several */
+static kvc_spill *spill;
+static unsigned char *arena;
+static pthread_rwlock_t users[LAYERS * BLOCKS]; /* who changes a unit is alone, as the lock of a cache has it */
+static unsigned char changes[LAYERS * BLOCKS], lost[LAYERS * BLOCKS];
+
+static uint64_t next_random(uint64_t *state) {
+    *state = *state * 6364136223846793005u + 1442695040888963407u;
+    return *state >> 33;
+}
+
+static unsigned char *place_of(int layer, int block) {
+    size_t start = 0;
+    for (int i = 0; i < layer; i++) start += sizes[i] * BLOCKS;
+    return arena + start + sizes[layer] * (size_t)block;
+}
+
+static void read_some(const kvc_units *units) {
+    const int layer = units->layer;
+    int64_t bad = 0, absent = 0;
+    for (int64_t i = 0; i < units->count; i++) pthread_rwlock_rdlock(&users[layer * BLOCKS + units->runs[i].block]);
+    const int64_t missing = kvc_hold(spill, units, KVC_TO_READ);
+    for (int64_t i = 0; i < units->count; i++) {
+        const int block = units->runs[i].block, unit = layer * BLOCKS + block;
+        const unsigned char *bytes = place_of(layer, block);
+        int same = 1;
+        for (size_t b = 0; b < sizes[layer]; b += 96) same &= bytes[b] == changes[unit];
+        bad += !same && !lost[unit];
+        absent += lost[unit];
+    }
+    CHECK(missing >= absent, "%ld units are missing, of which %ld were lost", (long)missing, (long)absent);
+    CHECK(bad <= missing - absent, "%ld units have other bytes, %ld are missing", (long)bad, (long)(missing - absent));
+    CHECK(one_of || !missing, "%ld units are missing without a fault", (long)missing);
+    kvc_release(spill, units, KVC_TO_READ);
+    for (int64_t i = 0; i < units->count; i++) pthread_rwlock_unlock(&users[layer * BLOCKS + units->runs[i].block]);
+}
+
+static void change_one(kvc_units units, kvc_use use) {
+    const int block = units.runs[0].block, layer = units.layer, unit = layer * BLOCKS + block;
+    units.count = 1;
+    pthread_rwlock_wrlock(&users[unit]);
+    const int64_t missing = kvc_hold(spill, &units, use);
+    CHECK(!missing || use == KVC_TO_CHANGE, "a unit that is replaced is missing");
+    if (missing) lost[unit] = 1;
+    if (use == KVC_TO_REPLACE) lost[unit] = 0;
+    if (!lost[unit]) memset(place_of(layer, block), ++changes[unit], sizes[layer]);
+    kvc_release(spill, &units, use);
+    pthread_rwlock_unlock(&users[unit]);
+}
+
+static void *call(void *context) {
+    uint64_t state = (uint64_t)(uintptr_t)context * 977;
+    for (int turn = 0; turn < TURNS; turn++) {
+        kvc_run runs[MOST_HELD];
+        const int count = 1 + (int)(next_random(&state) % MOST_HELD), first = (int)(next_random(&state) % (unsigned)(BLOCKS - count));
+        for (int i = 0; i < count; i++) runs[i] = (kvc_run){first + i, 0, next_random(&state) % 2 ? 16 : 9};
+        const kvc_units units = {.runs = runs, .count = count, .divisor = 1, .layer = (int32_t)(next_random(&state) % LAYERS)};
+        const unsigned kind = (unsigned)(next_random(&state) % 10);
+        if (kind < 5)
+            read_some(&units);
+        else if (kind < 9)
+            change_one(units, kind < 7 ? KVC_TO_CHANGE : KVC_TO_REPLACE);
+        else
+            kvc_hold_ahead(spill, &units);
+        if (turn % 64 == 0) kvc_spill_expect_room(spill);
+    }
+    return NULL;
+}
+
+static void run_round(int failing, int threads) {
+    size_t total = 0;
+    for (int layer = 0; layer < LAYERS; layer++) total += sizes[layer] * BLOCKS;
+    FILE *file = tmpfile();
+    arena = mmap(NULL, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(file && arena != MAP_FAILED, "no file or memory");
+    memset(changes, 0, sizeof changes), memset(lost, 0, sizeof lost);
+    one_of = failing;
+    spill = kvc_spill_open(fileno(file), arena, LAYERS, sizes, BLOCKS, 16, total / 5, 4096, threads);
+    CHECK(spill, "no memory");
+    pthread_t callers[CALLERS];
+    for (uintptr_t i = 0; i < CALLERS; i++) CHECK(!pthread_create(&callers[i], NULL, call, (void *)(i + 1)), "no thread");
+    for (int i = 0; i < CALLERS; i++) pthread_join(callers[i], NULL);
+    one_of = 0;
+    CHECK(!kvc_spill_expect_room(spill), "the file takes nothing more");
+    kvc_run run = {0, 0, 9}; /* what was not written has left since */
+    const kvc_units units = {.runs = &run, .count = 1, .divisor = 1};
+    kvc_hold(spill, &units, KVC_TO_READ);
+    kvc_release(spill, &units, KVC_TO_READ);
+    const char *wrong = kvc_spill_check(spill);
+    CHECK(!wrong, "%s", wrong);
+    const kvc_spill_stats stats = kvc_spill_count(spill);
+    CHECK(failing ? stats.faults > 0 : !stats.faults, "%ld faults", (long)stats.faults);
+    printf("spill: %d threads, %s: %ld units held, %ld read, %ld written\n", threads, failing ? "faults" : "no faults",
+           (long)stats.held_units, (long)stats.read_units, (long)stats.written_units);
+    kvc_spill_close(spill);
+    munmap(arena, total);
+    fclose(file);
+}
+
+int main(void) {
+    for (int i = 0; i < LAYERS * BLOCKS; i++) pthread_rwlock_init(&users[i], NULL);
+    for (int failing = 0; failing <= 40; failing += 40) {
+        run_round(failing, 8);
+        run_round(failing, 0); /* the callers serve themselves */
+    }
+    return 0;
+}
