@@ -200,7 +200,8 @@ def test_shares(data):
     lengths = st.integers(2, 30_000) | st.integers(2, 60)
     works = [
         SimpleNamespace(computed=draw(st.sampled_from([0, 0, 100, 15_000])), remaining=draw(lengths), owed=0.0, chunk=0,
-                        most_rows=10**9, shares=True, logits_due=lambda count: 0) for _ in range(draw(st.integers(1, 12)))
+                        most_rows=10**9, shares=True, logits_due=lambda count: 0)
+        for _ in range(draw(st.integers(1, 12)))
     ]
     first, alone, spent, own = works[0], budget.cost(works[0].remaining, works[0].computed), 0.0, 0.0
     for _ in range(200):
