@@ -45,7 +45,7 @@ def attended(cache, rng, layer, seqs, lens, dim=64):
 
 @pytest.mark.parametrize("formats", FORMATS)
 def test_random_calls_have_the_bits_of_memory(rng, two_threads, tmp_path, monkeypatch, formats):
-    """Sequences that grow, share, are cut and end, with a tenth of the bytes in memory; with f16 as on other systems."""
+    """Sequences that grow, share, are cut and end, with a tenth of the bytes in memory; f16 as on other systems."""
     if formats[0] == "f16":
         monkeypatch.setattr("kvcache.support.spill_file._DIRECT", 0)
         monkeypatch.setattr("kvcache.support.spill_file._UNNAMED", 0)
