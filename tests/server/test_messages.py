@@ -331,6 +331,9 @@ def test_results_are_masked_where_the_body_asks(served, path):
     text = "".join(each.delta.text for each in events if each.type == "content_block_delta")
     assert (got.content[0].text, text) == (want.text, want.text)
     assert (want.text != other.text, used_by(events[0].message.usage)) == (True, (whole, whole - 1))
+    served.engine.clear_cache()  # a server that has nothing runs all of it, and says so
+    cold = client.create(**asked(messages=USES, **asks), context_management=MASKED)
+    assert (cold.content[0].text, used_by(cold.usage)) == (want.text, (whole, 0))
     # a server may do so by itself, but for arguments of calls, which are no texts of their own
     with Served(served.path, limits={"edit_masks": True}) as masking:
         other = client_of(masking).beta.messages
