@@ -455,7 +455,7 @@ class PrefixCachedEngine(ChatEngine):
             ran = self._run_while_more_arrives(self._arrivals, text, progress)
         remaining = text.remaining
         ran += 0 if cached == text.num_tokens and remaining == 1 else remaining  # all is cached, but no logits
-        while text.remaining > (count := current.chunk - text.computed % current.chunk):
+        while text.remaining > (count := min(current.chunk - text.computed % current.chunk, text.most_rows)):
             self._run_part(text, count, progress)
         return self._run_part(text, text.remaining, progress), ran
 

@@ -375,7 +375,7 @@ class CurrentText:
 
     def _count(self, pos: int, end: int, logits: Logits) -> int:
         """Tokens of the pass that begins at `pos`."""
-        return end - pos if logits == "all" else min(end - pos, self.chunk - pos % self.chunk)
+        return end - pos if logits == "all" else min(end - pos, self.chunk - pos % self.chunk, self.text.most_rows)
 
     def _run(self, text: Text, logits: Logits, has_room: int = 0) -> Float32:
         """Run what remains of a text, at least a token; for `has_room` tokens there is room already."""

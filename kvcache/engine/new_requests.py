@@ -157,6 +157,8 @@ class NewRequests:
         Args:
             features: those of the request beside those of the engine.
         """
+        if documents.head is None and documents.segments is None:
+            return Placed(prompt, prefix)
         expect("segments", documents.segments, {*self.features, *(features or ())})
         return place(prompt, prefix, documents, self._tokenizer, self._config.vocab_size)
 

@@ -103,6 +103,6 @@ def fitting(work: Work, most: int, rows: int) -> int:
         return 0
     if work.chunk:
         return work.fixed_piece if work.logits_due(work.fixed_piece) <= rows else 0
-    count = min(work.remaining, most)
+    count = min(work.remaining, most, work.most_rows)
     free = work.shares or not work.logits_due(1)
     return count if free else max(0, min(count, rows))  # other works took more rows than there are

@@ -9,6 +9,7 @@ logits of the last one give the next token.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable
 from copy import copy
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ __all__ = ["NO_TOKEN", "Text", "Tokens"]
 Tokens = NDArray[np.uint32]
 NO_TOKEN = 2**32 - 1  # fills a cached block behind the end of a text; no vocabulary has this token
 _NO_TOKENS: Tokens = np.empty(0, np.uint32)
+_MOST_QUERIES = 4096  # of a text in a pass, parts counted: their memory is that of 4096 rows of queries
 Self = TypeVar("Self", bound="Text")
 
 
@@ -47,6 +49,7 @@ class Text:
         draft: tokens that may follow, of the pass that runs.
         parts_at: after how many tokens later texts are expected to differ from this one, as far as is known.
         hidden: the position of a token, and the hidden rows of it and of those behind it; None: none are known.
+        most_rows: the most tokens of a pass: each has a query for each part that it sees.
         is_known: whether `tokens` are those of the sequence; not so where a caller made the sequence.
     """
 
@@ -64,6 +67,8 @@ class Text:
         self.draft = _NO_TOKENS
         self.hidden: tuple[int, NDArray[np.float32]] | None = None
         self.is_known = True
+        parts = 0 if prefix is None else len(prefix.parts)
+        self.most_rows = max(1, _MOST_QUERIES // parts) if parts else sys.maxsize
 
     @property
     def tokens(self) -> Tokens:

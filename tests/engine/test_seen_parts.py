@@ -67,7 +67,7 @@ def log_softmax(logits):
 @pytest.mark.one_build
 @pytest.mark.parametrize("link", [0, 1, 16, 45])
 def test_a_token_sees_each_position_before_it_once(link):
-    """Those of the text behind segments, also those that run again in place; an edit leaves out what it clears."""
+    """Tokens behind segments do, and those that run again in place; an edit leaves out what it clears."""
     for order, head in (((0, 1, 2, 3), HEAD), ((3, 2), HEAD), ((1, 1), HEAD), ((0, 2, 1), HEAD[:0])):
         prefix, own = segmented(order, link, head=head)
         ends = len(head) + np.cumsum([len(DOCUMENTS[i]) for i in order])
@@ -231,6 +231,29 @@ def test_longrope_has_the_regime_of_the_request():
     waiting = [batch.submit(own, params, prefix=short) for _ in range(2)]
     run(batch)
     assert [key(each.completions()[0]) for each in waiting] == [want] * 2
+
+
+def test_many_parts_run_in_short_pieces(network):
+    """The queries of a pass are bounded, parts counted; bits do not depend on it."""
+    documents, question = [tokens(3) for _ in range(40)], tokens(250)
+    prefix = SeenParts.of_segments(HEAD, documents, 0)[0]
+    passes = []
+
+    class Counting:
+        config, attention = network.config, network.attention
+
+        def forward(self, tokens, positions, attend, logits, *, sink_positions=None, sink_rows=None):
+            passes.append(len(tokens) if sink_rows is None else len(sink_rows))
+            more = {"sink_positions": sink_positions, "sink_rows": sink_rows}
+            return network.forward(tokens, positions, attend, logits, **more)
+
+    want = key(InferenceEngine(network, num_blocks=200, prefill_chunk=20).complete(question, PARAMS, prefix=prefix))
+    batch = BatchEngine(Counting(), num_blocks=300)
+    cached = PrefixCachedEngine(InferenceEngine(Counting()), 200)
+    assert key(InferenceEngine(Counting(), num_blocks=200).complete(question, PARAMS, prefix=prefix)) == want
+    assert key(cached.complete(question, PARAMS, prefix=prefix)) == want
+    assert key(batch.submit(question, PARAMS, prefix=prefix).completions()[0]) == want
+    assert 2048 < max(passes) <= 4096
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------

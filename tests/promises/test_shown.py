@@ -174,6 +174,7 @@ def objects(paged, state, entries, blocks, live, manager, network):
         blocks.get_block(0), paged.stats(), state, entries.lookup([1, 2, 3, 4])[1],
         kvcache.Completion([1], "a", "stop", [tokens], 0), tokens, paged.block_table([7, 8]), paged.get_sequence(7),
         kvcache.EvictionPolicy.H2O(), kvcache.EvictionStrategy.LRU(), KVCacheConfig(8, 1, 8), entries.config,
+        kvcache.Segment("x", "y"),
         entries.stats(), blocks.stats(), kvcache.SamplingParams(stop="x", logit_bias={1: 2.0}),
     ]
     return live_objects, values

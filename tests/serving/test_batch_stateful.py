@@ -58,7 +58,7 @@ HEAD = PROMPTS[0][:11]
 
 
 def seen(which, link):
-    """What a text sees before it: segments, one of them twice, or an edit of an edit; and its tokens that run again."""
+    """Make what a text stands behind: segments, one of them twice, or edits; and its tokens that run again."""
     first, second = PROMPTS[which % 5][:20], PROMPTS[which % 3 + 5][:13]
     if which % 4 == 3:
         return SeenParts.of_edit(second, [(2, 5), (22, 25)], SeenParts.of_edit(first, [(1, 3)])), first[:0]

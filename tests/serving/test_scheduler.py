@@ -200,7 +200,8 @@ def test_shares(data):
     lengths = st.integers(2, 30_000) | st.integers(2, 60)
     works = [
         SimpleNamespace(computed=draw(st.sampled_from([0, 0, 100, 15_000])), remaining=draw(lengths), owed=0.0, chunk=0,
-                        shares=True, logits_due=lambda count: 0) for _ in range(draw(st.integers(1, 12)))
+                        most_rows=10**9, shares=True, logits_due=lambda count: 0)
+        for _ in range(draw(st.integers(1, 12)))
     ]
     first, alone, spent, own = works[0], budget.cost(works[0].remaining, works[0].computed), 0.0, 0.0
     for _ in range(200):
@@ -234,7 +235,7 @@ def test_rows_of_the_first_one():
 
     def scored(count, chunk=0):
         return SimpleNamespace(computed=0, remaining=count, owed=0.0, chunk=chunk, shares=False, fixed_piece=chunk,
-                               logits_due=lambda count: count)
+                               most_rows=10**9, logits_due=lambda count: count)
 
     for chunk, share in ((0, 32), (16, 16), (64, 64)):
         shares, first = Shares(TokenBudget(1.0), 0, 0, 8, 64), scored(4000, chunk)

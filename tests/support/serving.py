@@ -63,7 +63,7 @@ class Alone:
         self.model, self.options = model, options
 
     def __call__(self, prompt, params, prefix=None):
-        key = prompt.tobytes(), params, None if prefix is None else prefix.name
+        key = prompt.tobytes(), params, *(() if prefix is None else (prefix.name,))
         if key not in self.answers:
             if prefix is None:
                 self.answers[key] = self.texts.complete(prompt, params)

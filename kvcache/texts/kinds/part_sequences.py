@@ -120,7 +120,7 @@ class PartQueries:
             sinces, offsets = text.prefix.sinces, text.prefix.offsets
             own = np.arange(length)
             sees = sinces[:, None] <= own + text.computed  # (parts, rows)
-            count = sees.sum(axis=1)
+            count = np.count_nonzero(sees, axis=1)
             ids += [seq_id for seq_id, some in zip(text.places[index], count.tolist(), strict=True) if some]
             counts.append(count[count > 0])
             rows.append(np.broadcast_to(own + (stop - length), sees.shape)[sees])
