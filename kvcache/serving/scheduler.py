@@ -84,6 +84,8 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
+        if not self.seen_texts.numbers:
+            return len(self.running)
         return sum(work.key[1] >= 0 for work in self.running)
 
     @property
