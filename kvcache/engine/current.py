@@ -152,7 +152,9 @@ class CurrentText:
         try:
             with ExitStack() as held:
                 found, starts = self.pool.shared.hold(text, text.num_tokens, held, arrived)
-                self.pool.begin(text, found, [each._replace(parts=parts) for each in starts], 0)
+                if parts:
+                    starts = [each._replace(parts=parts) for each in starts]
+                self.pool.begin(text, found, starts, 0)
                 return starts[0].cached
         except Exception:
             self.clear()

@@ -26,7 +26,7 @@ __all__ = ["LowRankProduct", "add_low_rank"]
 
 cnp.import_array()
 
-cdef int64_t _ROWS = 48             # that meet a matrix together: whole tiles of a product, whose results stay in the cache
+cdef int64_t _ROWS = 48             # that meet a matrix together: whole tiles, whose results stay in the cache
 cdef int64_t _UNITS = 1 << 15       # products of a weight and a row; fewer are done before another thread begins
 cdef enum:
     _MOST_PARTS = 8

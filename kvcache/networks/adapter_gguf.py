@@ -65,9 +65,13 @@ def read_gguf_adapter(path: str | PathLike[str], config: ModelConfig, name: str 
 def open_adapter(path: str | PathLike[str]) -> GgufFile:
     """Open a file that has an adapter; raises as `read_gguf_adapter`."""
     file = GgufFile(Path(path))
-    architecture_of(file, "adapter")
-    if (kind := file.metadata.get("adapter.type")) != "lora":
-        raise CheckpointError(f"{path}: adapter.type: expected lora, got {short(kind)}")
+    try:
+        architecture_of(file, "adapter")
+        if (kind := file.metadata.get("adapter.type")) != "lora":
+            raise CheckpointError(f"{path}: adapter.type: expected lora, got {short(kind)}")
+    except CheckpointError:
+        file.close()
+        raise
     return file
 
 

@@ -659,9 +659,9 @@ class _Rows(NamedTuple):
         turns = {
             key: [tuple(part[rows] for part in each) for each in places[:stop]] for key, places in self.turns.items()
         }
-        others = (None if each is None else each[rows] for each in (self.factors, self.inputs, self.streams))
+        factors, inputs, streams = (None if each is None else each[rows] for each in self[2:5])
         adapters = None if self.adapters is None else self.adapters.taken(rows)
-        return _Rows(self.x[rows], turns, *others)._replace(adapters=adapters)
+        return _Rows(self.x[rows], turns, factors, inputs, streams, adapters)
 
 
 class _Scaled(NamedTuple):

@@ -256,10 +256,13 @@ class BatchEngine(NetworkEngine):
             InvalidOperationError: the engine is closed.
         """
         expect_own(namespace)
-        documents = Documents(head, segments, link)
-        given = {"logprobs": prompt_logprobs, "adapter": adapter}
-        placed = self._new.placed(prompt, prefix, documents, {name for name in given if given[name] is not None})
-        prompt, prefix = placed.prompt, self._settings.expect(placed.prefix, adapter, self._new.features)
+        placed = None
+        if head is not None or segments is not None:
+            given = {"logprobs": prompt_logprobs, "adapter": adapter}
+            own_features = {name for name in given if given[name] is not None}
+            placed = self._new.placed(prompt, prefix, Documents(head, segments, link), own_features)
+            prompt, prefix = placed.prompt, placed.prefix
+        self._settings.expect(prefix, adapter, self._new.features)
         loaded = None if adapter is None else self.adapters.find(adapter)
         if self._events is not None:
             self._events.expect(namespace)
@@ -278,7 +281,7 @@ class BatchEngine(NetworkEngine):
             features = self._settings.features | (set() if top is None else {"logprobs"})
             expect("keep", keep, features)
             expect("prefix: of parts of cached texts" if isinstance(prefix, SeenParts) else "prefix", prefix, features)
-        samples = [self._sample(prompt, namespace, shared, i, placed, own, watch) for i in range(n)]
+        samples = [self._sample(prompt, namespace, shared, i, prefix, placed, own, watch) for i in range(n)]
         if kept is not None:
             samples[0].keep = kept
         if top is not None:
@@ -401,10 +404,10 @@ class BatchEngine(NetworkEngine):
         return self._new.compiler().knows(grammar, stop_token_ids)
 
     def _sample(
-        self, prompt: Tokens, namespace: Hashable, shared: Shared, number: int, placed: Placed,
-        adapter: TextAdapter | None, watch: Callable[[], StopWatch] | None,
+        self, prompt: Tokens, namespace: Hashable, shared: Shared, number: int, prefix: Behind | None,
+        placed: Placed | None, adapter: TextAdapter | None, watch: Callable[[], StopWatch] | None,
     ) -> Drawing:
-        request, decoder = self._new.request(prompt, shared, number, placed.prefix, adapter), shared.decoder
+        request, decoder = self._new.request(prompt, shared, number, prefix, adapter), shared.decoder
         request.placed = placed
         make_text = None if decoder is None else partial(TextStream, decoder, prompt, shared.stop_strings)
         work = Drawing(request, make_text, self.config, namespace, self._drafter.begin(), watch)

@@ -84,6 +84,8 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
+        if not self.seen_texts.numbers:
+            return len(self.running)
         return sum(work.key[1] >= 0 for work in self.running)
 
     @property
@@ -187,7 +189,7 @@ class Scheduler:
             self._jump(self.arrivals)
         self._give_way()
         self._begin(now)
-        ready = [work for work in self.running if not self.pool.lacking(work)]
+        ready = [work for work in self.running if work.prefix is None or not self.pool.lacking(work)]
         decodes = [(work, 1) for work in ready if work.remaining == 1]
         prompts = [work for work in ready if work.remaining > 1]
         count, most = len(decodes), CHEAP_ROWS
@@ -298,7 +300,7 @@ class Scheduler:
             heapq.heappop(self._waiting)
             self._run(work)
             self.pins.renew(work, now)
-            for text in self.seen_texts.asked(work):
+            for text in () if work.prefix is None else self.seen_texts.asked(work):
                 self.works[text.key[1]] = text
                 heapq.heappush(self._waiting, text)
             if work.started is None:

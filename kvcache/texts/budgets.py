@@ -170,7 +170,7 @@ def expect_turning(model: Model, keyword: str, setting: str, needed_for: str) ->
     parameters = inspect.signature(model.forward).parameters
     if keyword not in parameters:
         raise TypeError(
-            f"{setting}: expected a network that rotates queries for the sinks (protocols.StreamingModel: "
+            f"{setting}: expected a network that turns queries to other positions (protocols.StreamingModel: "
             f"forward(..., {keyword}=)) for {needed_for}, got {type(model).__name__} with "
             f"forward({', '.join(parameters)})"
         )

@@ -85,7 +85,8 @@ class SharedPrefixes:
             # Where two texts part, and a group lacks what the next such text needs.
             at = cached - cached % self._block_size
             start = first._replace(parting=at) if stop < at else first
-            start = start._replace(parts=self.hold_parts(text, held, again))
+            if text.prefix is not None:
+                start = start._replace(parts=self.hold_parts(text, held, again))
             starts = [group.hold(text.tokens, stop, space, held) if group.reason else start for group in self._groups]
             if None not in starts:
                 if stop < cached and not again:

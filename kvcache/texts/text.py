@@ -54,6 +54,7 @@ class Text:
         parts_at: after how many tokens later texts are expected to differ from this one, as far as is known.
         hidden: the position of a token, and the hidden rows of it and of those behind it; None: none are known.
         most_rows: the most tokens of a pass: each has a query for each part that it sees.
+        shares_to: how many of its first tokens other texts may have too: those behind an activated adapter are its own.
         is_known: whether `tokens` are those of the sequence; not so where a caller made the sequence.
     """
 
@@ -73,7 +74,7 @@ class Text:
         self.parts_at: tuple[int, ...] = ()
         self.draft = _NO_TOKENS
         self.hidden: tuple[int, NDArray[np.float32]] | None = None
-        self.is_known = True
+        self.is_known, self.shares_to = True, sys.maxsize if adapter is None else adapter.shares_to
         parts = 0 if prefix is None else len(prefix.parts)
         self.most_rows = max(1, _MOST_QUERIES // parts) if parts else sys.maxsize
 
@@ -86,11 +87,6 @@ class Text:
     def remaining(self) -> int:
         """Tokens that are to run."""
         return self.num_tokens - self.computed
-
-    @property
-    def shares_to(self) -> int:
-        """How many of its first tokens other texts may have too: those behind an activated adapter are its own."""
-        return sys.maxsize if self.adapter is None else self.adapter.shares_to
 
     @property
     def reach(self) -> int:

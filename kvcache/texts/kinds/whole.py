@@ -81,8 +81,9 @@ class WholeLayers(Layers):
     def has_room(self, text: Text, found: int, start: CachedStart, running: Sequence[Text]) -> bool:
         size, texts = self.cache.block_size, len(running)
         tokens = sum([each.num_tokens for each in running])  # each with drafts, a block that it began, and a copy
-        parts = [self.blocks_for(each) for other in (*running, text) for each in _lengths(other)]
-        claimed = sum(parts) + len(start.blocks) + (tokens + texts * (self._most_drafts + size - 1)) // size + texts
+        behind = [each.prefix for each in (*running, text) if isinstance(each.prefix, SeenParts)]
+        parts = sum([self.blocks_for(len(each.tokens)) for prefix in behind for each in prefix.texts]) if behind else 0
+        claimed = parts + len(start.blocks) + (tokens + texts * (self._most_drafts + size - 1)) // size + texts
         needed = -(-text.num_tokens // size) - found // size + texts
         if None in start.parts and text.prefix is not None:
             missing = [part for part, held in zip(text.prefix.parts, start.parts, strict=True) if held is None]
@@ -95,7 +96,7 @@ class WholeLayers(Layers):
         self.cache.adopt(seq_id, start.blocks[: -(-found // self.cache.block_size)], found)
         if start.rows or start.firsts:
             self.cache.unpack(seq_id, start.rows, start.firsts)
-        return self._seen.adopt(start.parts)
+        return self._seen.adopt(start.parts) if start.parts else ()
 
     def fork(self, text: Text, index: int, seq_id: int) -> tuple[int, ...]:
         self.cache.fork(text.seq_id, seq_id)
@@ -291,12 +292,6 @@ def _rows_behind(texts: Sequence[Text], lens: Lens) -> list[tuple[Behind, Lens]]
         if text.prefix is not None and not text.prefix.parts:
             found.setdefault(id(text.prefix), (text.prefix, []))[1].append(np.arange(stop - count, stop))
     return [(prefix, np.concatenate(rows)) for prefix, rows in found.values()]
-
-
-def _lengths(text: Text) -> list[int]:
-    """The lengths of the cached texts that a text sees parts of, and of those that these need."""
-    prefix = text.prefix
-    return [len(each.tokens) for each in prefix.texts] if isinstance(prefix, SeenParts) else []
 
 
 def _calls_of_parts(calls: dict[int, Any]) -> dict[int, Any]:
