@@ -399,7 +399,8 @@ cdef class RunLists:
         """Name as few blocks as the tokens need: the sequence's own ones, or fresh ones if one of these is shared.
 
         Returns the moves in order: source block, source slot, target block, target slot, tokens. Source and target may
-        overlap, the target never behind the source.
+        overlap, the target never behind the source. And the blocks that the sequence leaves: the caller releases them
+        behind the moves, for what nobody refers to does not stay.
         """
         cdef int64_t i, count = blocks_of(held.num_tokens, self.block_size)
         old_runs, old_positions = self.copy_runs(held), self.copy_positions(held)
@@ -409,7 +410,7 @@ cdef class RunLists:
         cdef const int32_t[::1] blocks = old_blocks
         cdef bint shared = False
         if blocks.shape[0] == count:
-            return np.empty((0, 5), np.int32)
+            return np.empty((0, 5), np.int32), old_blocks[:0]
         for i in range(blocks.shape[0]):
             shared |= self.pool.refs[blocks[i]] > 1
         if shared and count > self.pool.num_free:
@@ -417,7 +418,6 @@ cdef class RunLists:
         # At most one more piece per target block than there are runs. All memory is reserved before the first change.
         moves = np.empty((held.num_runs + count, 5), np.int32)
         self.records.reserve_(held, held.num_runs + count)
-        cdef const int32_t[::1] leaving = old_blocks if shared else old_blocks[count:]
         cdef int32_t[::1] target = np.empty(count, np.int32) if shared else old_blocks
         cdef int32_t[:, ::1] move = moves
         if shared:
@@ -448,6 +448,4 @@ cdef class RunLists:
                 first += length
                 position += length
         held.dense = held.num_runs == count
-        if leaving.shape[0]:
-            self.pool.release_each(&leaving[0], leaving.shape[0], 1)
-        return moves[:n]
+        return moves[:n], old_blocks if shared else old_blocks[count:]

@@ -2,7 +2,7 @@
 
 cimport numpy as cnp
 from cpython.pythread cimport PyThread_get_thread_ident
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memset
 
@@ -188,8 +188,15 @@ cdef class PagedSequences:
 
     def compact(self, uint64_t seq_id):
         """Move the tokens into as few blocks as they need."""
+        cdef const int32_t[::1] leaving
         with self.lock:
-            self.store.move_slots(self.table.compact_(seq_id))
+            moves, blocks = self.table.compact_(seq_id)
+            leaving = blocks
+            try:
+                self.store.move_slots(moves)
+            finally:
+                if leaving.shape[0]:
+                    self.table.pool.release_each(&leaving[0], leaving.shape[0], 1)
 
     # -- blocks ---------------------------------------------------------------------------------------------
 

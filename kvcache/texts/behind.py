@@ -49,7 +49,7 @@ class Behind(Protocol):
     Attributes:
         num_tokens: the position of the text's first token behind all of it.
         places: the positions of the text's first tokens where these lie among it, ascending; else empty.
-        parts: the parts of cached texts that a query sees; empty: `attend` attends.
+        parts: the parts of cached texts that a query sees; those of a `CompressedPrefix`, which attends, are empty.
         sinces, offsets: those of the parts, int64.
     """
 

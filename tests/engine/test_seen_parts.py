@@ -170,6 +170,41 @@ def test_one_document_stands_at_two_places_of_a_batch(network):
     assert batch.stats().prefilled_tokens <= texts + own + 16 * 3  # ends of blocks that are shared in part run again
 
 
+def test_what_fits_alone_runs_in_the_smallest_pool(network):
+    """A document that stands at several places takes its blocks once; each engine has room where it says so."""
+    for order in ((3, 3, 3, 3, 3), (1, 1, 0, 1, 0)):
+        prefix, own = segmented(order, 0)
+        want = key(InferenceEngine(network).complete(own, PARAMS, prefix=prefix))
+        for blocks in range(5, 40):
+            batch = BatchEngine(network, num_blocks=blocks)
+            try:
+                waiting = batch.submit(own, PARAMS, prefix=prefix)
+            except OutOfMemoryError:
+                continue
+            run(batch)
+            assert key(waiting.completions()[0]) == want
+            settled(batch)
+            break
+        assert blocks < 20
+
+
+def test_a_text_behind_an_edit_of_all_before_it_sees_itself_alone(network):
+    """Its positions go on; the edit has no parts."""
+    prefix = SeenParts.of_edit(DOCUMENTS[0], [(0, 40)])
+    assert (prefix.parts, prefix.num_tokens) == ((), 40)
+    want = key(InferenceEngine(network).complete(QUESTION, PARAMS, prefix=prefix))
+    np.testing.assert_allclose(  # RoPE turns by distances
+        [top.logprob for top in want[1]],
+        [top.logprob for top in InferenceEngine(network).complete(QUESTION, PARAMS).logprobs], atol=1e-4,
+    )
+    batch = BatchEngine(network, num_blocks=40)
+    waiting = [batch.submit(own, PARAMS, prefix=each) for each, own in ((prefix, QUESTION), segmented((1, 0), 16))]
+    run(batch)
+    assert key(waiting[0].completions()[0]) == want
+    cached = PrefixCachedEngine(InferenceEngine(network), 100)
+    assert [key(cached.complete(QUESTION, PARAMS, prefix=prefix)) for _ in range(2)] == [want] * 2
+
+
 def test_threads_and_samples_have_their_bits(network):
     asked = requests()[::3]
     params = PARAMS.changed({"temperature": 0.8, "seed": 5})

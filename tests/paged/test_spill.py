@@ -129,6 +129,26 @@ def test_residuals_and_separate_layers_have_the_bits_of_memory(tmp_path):
             np.testing.assert_array_equal(own, other)
 
 
+def test_tokens_that_move_out_of_blocks_have_the_bits_of_memory(tmp_path):
+    """The blocks that a compaction leaves stay until all of them have moved, wherever these lie; also shared ones."""
+    for formats in FORMATS:
+        rng = np.random.default_rng(2)
+        rows, kept = rng.standard_normal((2, 800, 2, 64)).astype(np.float32), np.sort(rng.permutation(800)[:600])
+        caches = pair_of_caches(tmp_path, 0.1, key_dtype=formats[0], value_dtype=formats[1])
+        for cache in caches:
+            cache.allocate(1, 800)
+            for layer in range(3):
+                cache.write(layer, 1, *rows)
+            cache.fork(1, 2)
+            for seq in (2, 1):  # one of shared blocks, then of its own
+                cache.keep_tokens(seq, kept)
+                cache.compact(seq)
+                cache.check()
+        for seq in (1, 2):
+            for own, other in zip(caches[0].read_layers(seq), caches[1].read_layers(seq), strict=True):
+                np.testing.assert_array_equal(own, other)
+
+
 def filled(tmp_path, tokens=1600, share=0.1, **options):
     """A cache with a text of these tokens, another of 40, and queries."""
     _, cache = pair_of_caches(tmp_path, share, dtype="q4", **options)

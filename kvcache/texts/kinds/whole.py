@@ -86,8 +86,9 @@ class WholeLayers(Layers):
         claimed = parts + len(start.blocks) + (tokens + texts * (self._most_drafts + size - 1)) // size + texts
         needed = -(-text.num_tokens // size) - found // size + texts
         if None in start.parts and text.prefix is not None:
-            missing = [part for part, held in zip(text.prefix.parts, start.parts, strict=True) if held is None]
-            needed += sum(self.blocks_for(len(part.tokens)) for part in missing)
+            parts_held = zip(text.prefix.parts, start.parts, strict=True)
+            missing = {part.key: len(part.tokens) for part, held in parts_held if held is None}  # one may stand twice
+            needed += sum(map(self.blocks_for, missing.values()))
         began = [each for each in running if each.seq_id >= 0]  # a pin takes no more
         promised = sum([-(-each.num_tokens // size) - -(-each.computed // size) for each in began])
         return self.has_blocks(self.cache, needed, claimed, promised)
@@ -289,7 +290,7 @@ def _rows_behind(texts: Sequence[Text], lens: Lens) -> list[tuple[Behind, Lens]]
     """The rows of a pass that stand behind a compressed prefix, by prefixes; each text has `lens` rows."""
     stops, found = np.cumsum(lens), dict[int, tuple[Behind, list[Lens]]]()
     for text, stop, count in zip(texts, stops.tolist(), lens.tolist(), strict=True):
-        if text.prefix is not None and not text.prefix.parts:
+        if text.prefix is not None and not isinstance(text.prefix, SeenParts):
             found.setdefault(id(text.prefix), (text.prefix, []))[1].append(np.arange(stop - count, stop))
     return [(prefix, np.concatenate(rows)) for prefix, rows in found.values()]
 
