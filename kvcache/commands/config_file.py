@@ -16,11 +16,10 @@ __all__ = ["configured"]
 _OF_A_MODEL = {
     "activations", "adapter", "autosave", "calibrate", "chat_template", "context", "draft", "draft_tokens", "dtype",
     "edit_masks", "frequency_penalty", "kv_events", "kv_events_medium", "kv_events_rank", "kv_events_replay",
-    "kv_events_topic",
-    "kv_events_unsalted", "max_memory", "max_queue", "max_running", "max_tokens", "max_vectors", "min_p", "num_blocks",
-    "object_store", "pin", "plain_special_tokens", "pooling", "preload", "presence_penalty", "redis",
-    "repetition_penalty", "reranker", "seed", "sparse_tokens", "spill", "stop", "temperature", "tier_secret",
-    "tool_parser", "top_k", "top_p", "weights",
+    "kv_events_topic", "kv_events_unsalted", "max_memory", "max_queue", "max_running", "max_tokens", "max_vectors",
+    "min_p", "num_blocks", "object_store", "pin", "plain_special_tokens", "pooling", "preload", "presence_penalty",
+    "redis", "repetition_penalty", "reranker", "seed", "sparse_tokens", "spill", "stop", "temperature",
+    "tier_secret", "tool_parser", "top_k", "top_p", "weights",
 }
 _NAMES = {"path": "model", "name": "name", "aliases": "served_name"}  # of a table, and the options that they are
 

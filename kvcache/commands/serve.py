@@ -250,8 +250,7 @@ def _model(options: argparse.Namespace, kind: Any, room: int | str, adapters: An
         engine, options.name or name_of(options.model), aliases=options.served_name,
         plain_special_tokens=options.plain_special_tokens, tool_parser=options.tool_parser,
         pooling=options.pooling, reranker=options.reranker, max_vectors=options.max_vectors,
-        adapters=adapters,
-        edit_masks=options.edit_masks,
+        adapters=adapters, edit_masks=options.edit_masks,
     )
 
 

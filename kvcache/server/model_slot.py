@@ -53,7 +53,9 @@ class ModelSlot:
         adapters: ServedAdapters | None = None,
     ) -> None:
         self.names, self.needs, self.is_pinned, self.created = names, needs, is_pinned, now()
-        self.adapters = adapters or (ServedAdapters() if model is None else model.adapters)
+        if adapters is None:
+            adapters = ServedAdapters() if model is None else model.adapters
+        self.adapters = adapters
         self.model, self._make, self._stack, self._lock = model, make, ExitStack(), Lock()
         self._unloading, self._is_closed = Lock(), False
         if model is not None:

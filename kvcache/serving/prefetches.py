@@ -157,10 +157,11 @@ class Prefetches:
                 arrivals.end(text)
 
     def seconds(self, now: float) -> float:
-        """How long nothing is to be done."""
+        """How long nothing is to be done; needs no lock."""
         if self._reading:
             return _POLL
-        return max(0.0, self._due[0].begins - now) if self._due else math.inf
+        first = self._due[:1]  # others may take it at any time
+        return max(0.0, first[0].begins - now) if first else math.inf
 
     def clear(self) -> None:
         """Read nothing more."""

@@ -333,7 +333,8 @@ def test_a_model_on_demand(path, folders, tmp_path, caplog):
         stack.callback(engine.close, cancel=True)
         return ServedModel(engine, "later", adapters=adapters)
 
-    slot = ModelSlot(("later",), make, adapters=adapters)
+    slot, none = ModelSlot(("later",), make, adapters=adapters), ServedAdapters()
+    assert ModelSlot(("later",), make, adapters=none).adapters is none  # what clients load into it is the slot's too
     with serving(path, folders, "b", others=[slot], adapter_folder=folders) as served:
         found = {each["id"]: each for each in json.loads(fetched(served, "/v1/models")[2])["data"]}
         assert (found["x"]["parent"], found["x"]["loaded"]) == ("later", False)
