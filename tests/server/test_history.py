@@ -81,8 +81,8 @@ def cut_answers(tokenizer, name):
     for stop in range(len(tokens) + 1):
         spoken = SpokenAnswer(marks, [], calls=True, schemas=SCHEMAS)
         work = SimpleNamespace(
-            num_prompt=1, num_tokens=1 + stop, num_new=stop, cached_tokens=0, reason="length", logprobs=None,
-            new_tokens=tokens[:stop],
+            num_prompt=1, num_tokens=1 + stop, num_new=stop, base=0, cached_tokens=0, whole_prompt=1, reused_tokens=0,
+            reason="length", logprobs=None, new_tokens=tokens[:stop], segments=None,
         )
         yield Whole(Choice(0, work, spoken), spoken.extend(tokens[:stop], ended=True), "length")
 
@@ -90,7 +90,8 @@ def cut_answers(tokenizer, name):
 HI, ON = {"role": "user", "content": "hi"}, {"role": "user", "content": "go on"}
 TEXT = {"type": "text", "text": "go on"}
 ENGINE = SimpleNamespace(shared_block_size=0)
-REQUEST = SimpleNamespace(works=[SimpleNamespace(num_prompt=1, num_tokens=1, cached_tokens=0)], prompt_logprobs=None)
+WORK = SimpleNamespace(num_prompt=1, num_tokens=1, cached_tokens=0, whole_prompt=1, reused_tokens=0, segments=None)
+REQUEST = SimpleNamespace(works=[WORK], prompt_logprobs=None)
 
 
 def tool(**more):
