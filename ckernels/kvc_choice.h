@@ -356,14 +356,39 @@ static int64_t choose_pages(const job *j, const kvc_sparse_args *sparse, const k
     return count;
 }
 
-/* Attends to the pages before those that are ranked, to the chosen ones, and to those behind. */
-static void attend_some(job *j, const kvc_sparse_args *sparse, const kvc_seq *seq, choice c) {
+/* Lists the pages before those that are ranked, the chosen ones, and those behind; returns how many. */
+static int64_t list_pages(const job *j, const kvc_sparse_args *sparse, const kvc_seq *seq, choice c, int32_t *pages) {
     const kvc_sparse_span of = kvc_sparse_span_of(seq, j->item->row / j->group);
     int64_t count = 0;
-    for (int64_t page = of.seen.first / KVC_PAGE; page < of.first; page++) c.pages[count++] = (int32_t)page;
-    count += choose_pages(j, sparse, seq, &of, c, c.pages + count);
-    for (int64_t page = of.stop; page * KVC_PAGE < of.seen.stop; page++) c.pages[count++] = (int32_t)page;
-    attend_list(j, seq, &of.seen, page_chunk, c.pages, count, j->layout->block_size / KVC_PAGE);
+    for (int64_t page = of.seen.first / KVC_PAGE; page < of.first; page++) pages[count++] = (int32_t)page;
+    count += choose_pages(j, sparse, seq, &of, c, pages + count);
+    for (int64_t page = of.stop; page * KVC_PAGE < of.seen.stop; page++) pages[count++] = (int32_t)page;
+    return count;
+}
+
+/* The list of an item in those of the call; NULL: there are none. */
+static int32_t *kept_list(const job *j, const kvc_sparse_args *sparse) {
+    const int64_t query = j->item->first_query + j->item->row / j->group;
+    return sparse->chosen ? sparse->chosen + (query * j->layout->num_heads + j->item->head) * sparse->chosen_stride : NULL;
+}
+
+/* Lists the pages that an item will attend to, and begins to read those that are not in memory. */
+static void choose_ahead(const job *j, const kvc_sparse_args *sparse, const kvc_seq *seq, choice c) {
+    int32_t *kept = kept_list(j, sparse);
+    const int64_t count = list_pages(j, sparse, seq, c, kept);
+    const kvc_units units = {seq->runs, kept, count, j->layout->block_size / KVC_PAGE, j->args->spill_layer};
+    kept[count] = -1;
+    if (j->spill) kvc_hold_ahead(j->spill, &units);
+}
+
+/* Attends to the pages that were listed, or that the item lists now. */
+static void attend_some(job *j, const kvc_sparse_args *sparse, const kvc_seq *seq, choice c) {
+    const kvc_span seen = kvc_seen(seq, j->item->row / j->group);
+    int32_t *kept = kept_list(j, sparse);
+    int64_t count = 0;
+    while (kept && kept[count] >= 0) count++;
+    if (!kept) count = list_pages(j, sparse, seq, c, c.pages);
+    attend_list(j, seq, &seen, page_chunk, kept ? kept : c.pages, count, j->layout->block_size / KVC_PAGE);
 }
 
 /* Attends to the tokens that the call lists. */
@@ -380,9 +405,13 @@ void KVC_OWN(attend_chosen)(const kvc_attend_args *args, const kvc_sparse_args *
     start(&j, args, item);
     if (sparse->listed && args->layout->latent) j.units = 0; /* a tile would have few of the tokens, and 16 cost as much as one */
     take_scratch(&j, scratch);
+    float *own = (float *)scratch + kvc_thread_scratch_floats(args->layout);
+    if (sparse->choosing) {
+        choose_ahead(&j, sparse, args->seqs + item->seq, choice_at(own, j.rows, sparse->columns));
+        return;
+    }
     begin_item(&j, j.rows);
     pack_queries(&j, item->head, item->row, j.rows, 0);
-    float *own = (float *)scratch + kvc_thread_scratch_floats(args->layout);
     if (sparse->listed)
         attend_listed(&j, sparse, args->seqs + item->seq);
     else

@@ -33,6 +33,11 @@ typedef struct kvc_sparse_args {
      * numbers below 0. Nothing is chosen then, and all before is 0. */
     const int32_t *listed;
     int64_t num_listed;
+    /* NULL, or (total queries, KV heads, chosen_stride): pages to attend to, then -1, where blocks may lie in a file. With `choosing`
+     * 1 they are written, and read ahead; else attended to. */
+    int32_t *chosen;
+    int64_t chosen_stride;
+    int32_t choosing;
     int64_t all_up_to; /* of a call with lists: a query that sees at most this many tokens attends to all of them; -1: none does */
 } kvc_sparse_args;
 

@@ -6,13 +6,15 @@
  *
  * In a sequence the first kind comes first. Where it has both, kvc_attend has all its queries, and the rest is written over:
  * that is one chunk of a text.
- * Scratch: [sizes of kvc_attend] or [missing pages] or [one piece per thread].
+ * Where blocks may lie in a file, few of these items choose first, all of them, so that what they lack is read meanwhile.
+ *
+ * Scratch: [sizes of kvc_attend] or [missing pages] or [one piece per thread] [lists of pages].
  */
 #include "kvc_sparse.h"
 #include "kvc_spill.h"
 #include "kvc_threads.h"
 
-enum { PAGES_OF_ITEM = 8, MOST_MISSING = 4096 };
+enum { PAGES_OF_ITEM = 8, MOST_MISSING = 4096, MOST_LISTED = 1 << 18 /* pages in lists of a call that chooses first */ };
 
 /* A page of a block without summaries. */
 typedef struct missing_page {
@@ -40,6 +42,19 @@ static size_t thread_bytes(const kvc_attend_args *args, kvc_sparse_args *sparse)
     return align64((size_t)floats * sizeof(float));
 }
 
+/* Entries of the list of pages of one query and KV head; 0: items choose where they attend. */
+static int64_t list_stride(const kvc_attend_args *args, const kvc_sparse_args *sparse) {
+    const int64_t stride = KVC_SPARSE_NEWEST / KVC_PAGE + 3 + kvc_num_chosen(sparse) + KVC_CHUNK;
+    int64_t lists = 0;
+    for (int64_t i = 0; i < args->num_seqs; i++) lists += args->seqs[i].num_queries * args->layout->num_heads;
+    return args->spill && !sparse->listed && lists * stride <= MOST_LISTED ? stride : 0;
+}
+static size_t lists_bytes(const kvc_attend_args *args, const kvc_sparse_args *sparse) {
+    int64_t lists = 0;
+    for (int64_t i = 0; i < args->num_seqs; i++) lists += args->seqs[i].num_queries * args->layout->num_heads;
+    return align64((size_t)(lists * list_stride(args, sparse)) * sizeof(int32_t));
+}
+
 /* The next sequences, from `from` on, that have queries of the first kind: returns the first one, and *stop. */
 static int64_t next_dense(const kvc_attend_args *args, const kvc_sparse_args *sparse, int64_t from, int64_t *stop) {
     while (from < args->num_seqs && !kvc_first_sparse(args->seqs + from, sparse)) from++;
@@ -62,7 +77,7 @@ static kvc_attend_args part_of(const kvc_attend_args *args, int64_t first, int64
 
 size_t kvc_sparse_scratch_bytes(const kvc_attend_args *args, const kvc_sparse_args *sparse, int num_threads) {
     kvc_sparse_args own = *sparse;
-    size_t most = (size_t)num_threads * thread_bytes(args, &own), missing = MOST_MISSING * sizeof(missing_page);
+    size_t most = (size_t)num_threads * thread_bytes(args, &own) + lists_bytes(args, sparse), missing = MOST_MISSING * sizeof(missing_page);
     if (most < missing) most = missing;
     for (int64_t first = 0, stop; (first = next_dense(args, sparse, first, &stop)) < args->num_seqs; first = stop) {
         const kvc_seq *residuals = args->residuals ? args->residuals + first : NULL;
@@ -159,5 +174,11 @@ void kvc_attend_sparse(const kvc_kernels *kernels, const kvc_attend_args *args, 
     if (!choosing) return;
     choosing *= args->layout->num_heads;
     c.shares = shares_of(&c, choosing, num_threads);
+    if ((c.sparse.chosen_stride = list_stride(args, sparse)) > 0) {
+        c.sparse.chosen = (int32_t *)(void *)(base + (size_t)num_threads * c.own_bytes);
+        c.sparse.choosing = 1;
+        kvc_run_items(choosing, num_threads, attend_at, &c);
+        c.sparse.choosing = 0;
+    }
     kvc_run_items(choosing * c.shares, num_threads, attend_at, &c);
 }

@@ -167,9 +167,9 @@ def run(cache: PagedKvCache, drawn: Drawn, top: int, steps: int, layers: int) ->
     return Steps(times[steps:], before, cache.spill, read_bytes() - read)
 
 
-def device_rate(folder: Path, size: int, seconds: float = 1.0) -> tuple[float, float]:
-    """Random reads of `size` bytes a second, 16 at once, past the page cache where it can be; and bytes a second."""
-    total, page = 1 << 28, 4096
+def device_rate(folder: Path, size: int, seconds: float, total: int) -> tuple[float, float]:
+    """Random reads of `size` bytes a second, 16 at once, past the page cache if it can be; and bytes."""
+    page = 4096
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         for _ in range(total >> 20):
             file.write(os.urandom(1 << 20))
@@ -198,12 +198,13 @@ def device_rate(folder: Path, size: int, seconds: float = 1.0) -> tuple[float, f
 def main(options: argparse.Namespace) -> int:
     """Print one table for each context."""
     set_num_threads(options.threads)
-    contexts, layers = options.contexts, options.layers
+    contexts, layers, seconds = options.contexts, options.layers, 1.0
     if options.quick:
-        contexts, layers = [8192], 2
+        contexts, layers, seconds = [8192], 2, 0.1
+        options.shares, options.steps = [1.0, 0.2], 4
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-        reads, rate = device_rate(folder, 12288)
+        reads, rate = device_rate(folder, 12288, seconds, int(seconds * (1 << 28)) >> 20 << 20)
         print(f"device: {reads:,.0f} random reads of 12 KiB a second, 16 at once, {rate / 1e6:,.0f} MB/s")
         for context in contexts:
             _table(context, layers, options, folder)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
@@ -18,12 +19,14 @@ from typing import Any
 import numpy as np
 
 from bench.engine.smollm2 import find_file
+from bench.serving.agents_cli import serving
 from bench.support.processes import served
 from bench.support.report import show, time_text, write_json
 from kvcache import BatchEngine, SamplingParams, set_num_threads
 from kvcache.demo import DIRECTORY
+from kvcache.server.body_parts import BodyParts
 
-__all__ = ["add_arguments", "main"]
+__all__ = ["add_arguments", "loop_calls", "main"]
 
 
 _SPENT = ("BatchEngine", "the server less its event loop", "its event loop", "the client")
@@ -152,6 +155,33 @@ def table(model: Path, streams: int, size: int, new: int, rounds: int, options: 
     return title, found if same else None
 
 
+def loop_calls(model: Path, streams: int, size: int, new: int) -> float:
+    """The calls of Python and C in the event loop for a token of a stream, without those of a request."""
+    calls, rng = 0, np.random.default_rng(streams)
+
+    def count(frame: Any, event: str, about: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    def counted(app: Any) -> Any:
+        async def called(scope: Any, receive: Any, send: Any) -> None:
+            sys.setprofile(count)  # of the thread of the loop
+            await app(scope, receive, send)
+
+        return BodyParts.offered(called)
+
+    found = []
+    with (
+        BatchEngine.from_pretrained(model, dtype="q8", max_running=streams) as engine, serving(engine, counted) as url,
+    ):
+        host, _, port = url.rpartition("//")[2].partition(":")
+        for tokens in (new, new, 3 * new):  # the first one makes what is made at the first use
+            prompts, calls = rng.integers(3, engine.config.vocab_size, (streams, size)).tolist(), 0
+            found.append((over_http((host, int(port)), prompts, tokens)[2], calls))
+    (_, (few, of_few), (many, of_many)) = found
+    return (of_many - of_few) / (many - few)
+
+
 def main(options: argparse.Namespace) -> int:
     """Print the tables."""
     model, (size, new), rounds = options.model, options.tokens, options.rounds
@@ -164,5 +194,8 @@ def main(options: argparse.Namespace) -> int:
             model = DIRECTORY
     set_num_threads(2)
     found = dict(table(model, streams, size, new, rounds, options) for streams in options.streams)
-    write_json(options.json, found=found)
+    calls = {streams: loop_calls(model, streams, size, new // 4) for streams in options.streams}
+    for streams, count in calls.items():
+        print(f"Calls in the event loop for a token, {streams} streams: {count:.0f}")
+    write_json(options.json, found=found, calls=calls)
     return 0 if None not in found.values() else 1

@@ -370,7 +370,7 @@ cdef class BlockStore:
 
     cdef MappedMemory memory_for(self, num_blocks):
         if self.spill is not None:
-            raise InvalidOperationError("expected a cache without spill, whose blocks stay as many, got one with spill")
+            raise InvalidOperationError("grow: expected a cache without spill, got one with it")
         num_blocks = as_count(num_blocks, "num_blocks", 0, MOST)    # a Python int: no product wraps around
         apart = APART if self.spills else 0
         return MappedMemory(self.block_bytes * num_blocks + apart + int(sizeof(uint16_t)) * num_blocks, self.spills)

@@ -151,7 +151,7 @@ class PrefixCachedEngine(ChatEngine):
 
     @property
     def adapters(self) -> Adapters:
-        """Those of the engine."""
+        """The adapters of the engine, by name."""
         return self.inner.adapters
 
     def load_adapter(self, name: str, adapter: Adapter | str | os.PathLike[str]) -> Adapter:

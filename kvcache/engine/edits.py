@@ -22,6 +22,7 @@ CLEARED = "[This result was cleared to save room.]"  # stands where a result of 
 _TOOLS, _THINKING = "clear_tool_uses_20250919", "clear_thinking_20251015"
 _THOUGHT_PARTS = ("thinking", "redacted_thinking")
 _MODE = "kvcache_mode"  # the field that says how a result is cleared: a name of this library
+_FREE = 32  # clearings that are told apart whatever they clear; each token of a text behind masks sees all of them
 _MOST_NAMES = 1024  # of tools
 
 
@@ -259,8 +260,8 @@ def clearings(messages: Messages, edit: ToolClearing, measure: Measure, *, each:
         messages: of the conversation.
         edit: the rule.
         measure: counts tokens.
-        each: whether to tell of each request what it clears. Else an edit without `at_least` is asked for now alone,
-            which clears the same.
+        each: whether to tell of each request what it clears, after the first `_FREE` of those which clear some that of
+            those alone which clear that share of their prompt. Else an edit without `at_least` is asked for now alone.
     """
     uses = _tool_uses(messages)
     points = [place for place, message in enumerate(messages) if place and message.get("role") == "assistant"]
@@ -274,24 +275,35 @@ def clearings(messages: Messages, edit: ToolClearing, measure: Measure, *, each:
             steps.append((point, seen, able))
     if not steps:
         return []
-    sizes = [seen for _, seen, _ in steps]
-    if not edit.counts_uses:
+    sizes = seen_uses = [seen for _, seen, _ in steps]
+    if not edit.counts_uses or (each and len(steps) > _FREE):
         sizes = measure.before(messages, [point for point, _, _ in steps])
+    tokens = _UseTokens(messages, edit, measure)
     found, count = list[Clearing](), 0
-    for (point, _, able), size in zip(steps, sizes, strict=True):
+    for (point, _, able), size, seen in zip(steps, sizes, seen_uses, strict=True):
         new = [uses[number] for number in free[count:able]]
-        if new and size > edit.trigger and _tokens(messages, new, edit, measure) >= edit.at_least:
+        least = max(edit.at_least, size // _FREE if each and len(found) >= _FREE else 0)
+        if new and (seen if edit.counts_uses else size) > edit.trigger and (not least or tokens.of(new) >= least):
             found.append(Clearing(point, new))
             count = able
     return found
 
 
-def _tokens(messages: Messages, uses: Sequence[ToolUse], edit: ToolClearing, measure: Measure) -> int:
-    """The tokens of texts that leave with some uses, less those of the texts in their places."""
-    if not edit.at_least:
-        return 0
-    tokens = sum(measure.text(text) for use in uses for text in _texts(messages, use, edit))
-    return tokens if edit.mask else tokens - len(uses) * measure.text(CLEARED)
+class _UseTokens:
+    """Counts the tokens of texts that leave with uses, less those of the texts in their places; each use once."""
+
+    def __init__(self, messages: Messages, edit: ToolClearing, measure: Measure) -> None:
+        self._messages, self._edit, self._measure = messages, edit, measure
+        self._instead = 0 if edit.mask else measure.text(CLEARED)
+        self._known: dict[int, int] = {}  # by the number of the result
+
+    def of(self, uses: Sequence[ToolUse]) -> int:
+        """The tokens of some uses."""
+        for use in uses:
+            if use.result not in self._known:
+                texts = _texts(self._messages, use, self._edit)
+                self._known[use.result] = sum(map(self._measure.text, texts)) - self._instead
+        return sum(self._known[use.result] for use in uses)
 
 
 def _texts(messages: Messages, use: ToolUse, edit: ToolClearing) -> Iterator[str]:

@@ -231,8 +231,9 @@ class Transformer:
         if regime not in range(len(self._tables)) or self.regime(end) > regime:
             raise ValueError(f"regime: expected that of a text with these positions, got {short(regime)}")
         places = (positions,) if sink_positions is None else (positions, sink_positions)
-        others = slice(None) if sink_rows is None else sink_rows
-        rows = self._rows(tokens, places, regime)._replace(others=others)
+        rows = self._rows(tokens, places, regime)
+        if sink_rows is not None:
+            rows = rows._replace(others=sink_rows)
         if adapters:
             rows = rows._replace(adapters=RowAdapters.of(adapters, len(tokens)))
         chosen: Any = slice(len(tokens) - (logits == "last"), None) if isinstance(logits, str) else logits

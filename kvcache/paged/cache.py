@@ -660,21 +660,13 @@ class PagedKvCache:
             queries: `(sum(query_lens), num_query_heads, head_dim)`; other arguments as of these two.
             chosen: what `write_and_choose` has returned.
         """
-        number, call, _ = calls[layer]
-        self.write_new(sequences, calls, layer, keys, values)
-        mixed: Float32 = self._attention.over(number, queries, sequences, call, chosen=chosen)
-        return mixed
-
-    def write_new(
-        self, sequences: QueriedSequences, calls: Mapping[int, tuple[int, AttentionCall, bool]], layer: int, keys: Any,
-        values: Any,
-    ) -> None:
-        """`write_ragged` of the newest tokens, of a layer that writes; arguments are those of `write_and_attend`."""
-        number, _, writes = calls[layer]
+        number, call, writes = calls[layer]
         if not writes and (keys is not None or values is not None):
             raise ValueError(f"keys: expected None for layer {layer}, which reads K and V of another one, got rows")
         if writes:
             self._sequences.write_batch(number, sequences.ids, self._blocks.as_rows(keys, values), sequences.lens)
+        mixed: Float32 = self._attention.over(number, queries, sequences, call, chosen=chosen)
+        return mixed
 
     def choose_tokens(
         self, layer: int, queries: npt.ArrayLike, weights: npt.ArrayLike, seq_ids: npt.ArrayLike, most: int, *,

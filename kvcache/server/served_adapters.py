@@ -30,7 +30,7 @@ class ServedAdapters(Mapping[str, str]):
 
     Attributes:
         created: when each was named, in seconds since 1970.
-        requests: the number of requests that each has had.
+        requests: the number of requests that each has had; "": of those without one.
     """
 
     def __init__(self, paths: Mapping[str, str] | None = None) -> None:
@@ -38,7 +38,7 @@ class ServedAdapters(Mapping[str, str]):
         self._later: frozenset[str] = frozenset()  # of clients
         self._lock = Lock()
         self.created = dict.fromkeys(self._paths, now())
-        self.requests: Counter[str] = Counter(dict.fromkeys(self._paths, 0))
+        self.requests: Counter[str] = Counter({"": 0} | dict.fromkeys(self._paths, 0))
 
     def attach(self, engine: BatchEngine) -> None:
         """Load all into the engine of the model, which has just been made.
@@ -71,11 +71,11 @@ class ServedAdapters(Mapping[str, str]):
             self.created[name] = now()
             self.requests[name] += 0
 
-    def count(self, name: str) -> None:
-        """Count a request."""
+    def count(self, name: str | None) -> None:
+        """Count a request with an adapter; None: without one."""
         with self._lock:
-            if name in self._paths:
-                self.requests[name] += 1
+            if name is None or name in self._paths:
+                self.requests[name or ""] += 1
 
     def unload(self, engine: BatchEngine | None, name: str) -> None:
         """Give one up, whose requests end; `engine`: that of the model, if it is loaded. ValueError: there is none."""

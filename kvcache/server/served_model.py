@@ -258,8 +258,7 @@ class ServedModel:
             if isinstance(error, OutOfMemoryError) and prompt is not None:
                 raise self._too_large(asked.field, f"{len(prompt.tokens)} tokens") from None
             raise
-        if asked.adapter is not None:
-            self.adapters.count(asked.adapter)
+        self.adapters.count(asked.adapter)
         return answer
 
     def _expect_adapter(self, name: str) -> None:

@@ -110,7 +110,8 @@ class ServerReports:
             for model in models
         }
         loads = {slot.names[0]: slot.loads for slot in self._models.all}
-        adapters = {name: count for slot in self._models.all for name, count in slot.adapters.requests.items()}
+        adapters = sum((slot.adapters.requests.copy() for slot in self._models.all), Counter[str]())
+        adapters.update(dict.fromkeys((name for slot in self._models.all for name in ("", *slot.adapters)), 0))
         return expositions(
             found, http_responses=("status", self.statuses), model_loads=("model", loads),
             adapter_requests=("adapter", adapters),

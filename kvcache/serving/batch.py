@@ -260,7 +260,7 @@ class BatchEngine(NetworkEngine):
         given = {"logprobs": prompt_logprobs, "adapter": adapter}
         placed = self._new.placed(prompt, prefix, documents, {name for name in given if given[name] is not None})
         prompt, prefix = placed.prompt, self._settings.expect(placed.prefix, adapter, self._new.features)
-        loaded = self.adapters.find(adapter)
+        loaded = None if adapter is None else self.adapters.find(adapter)
         if self._events is not None:
             self._events.expect(namespace)
         priority, n = as_integer(priority, "priority"), as_count(n, "n", 1)
@@ -268,7 +268,7 @@ class BatchEngine(NetworkEngine):
         params = self.sampling_params if params is None else as_instance(params, SamplingParams, "params")
         params = params.changed(sampling)
         prompt = self._new.prompt(prompt, prefix)
-        own = TextAdapter.of(loaded, prompt)
+        own = None if loaded is None else TextAdapter.of(loaded, prompt)
         places = tuple(as_count(each, "parts_at", 1, len(prompt)) for each in parts_at)
         self._steps.expect_room(n)  # before each sample takes its random numbers
         shared = self._new.shared(params, with_text=True)
@@ -368,7 +368,7 @@ class BatchEngine(NetworkEngine):
         if self._events is not None:
             self._events.expect(namespace)
         found = [self._new.prompt(each, prefix) for each in prompts]
-        loaded = self.adapters.find(adapter)
+        loaded = None if adapter is None else self.adapters.find(adapter)
         hint = Hint.of(self._steps.forward, action, found, namespace, prefix, ttl, resume_in, after, loaded)
         hinted = hint.found(self._pool)
         self._steps.hint(hint)

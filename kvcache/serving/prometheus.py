@@ -40,7 +40,7 @@ HELP = {
     "hints": "Hints about cached texts that were taken.",
     "prefetched_tokens": "Tokens that were read from tiers for hints, before a request.",
     "http_responses": "Answers over HTTP, by their status.",
-    "adapter_requests": "Requests to the network that named an adapter as their model.",
+    "adapter_requests": "Requests to the network by the adapter that they named as their model; empty: none.",
     "model_loads": "Loads of each model.",
     "namespace_cached_tokens": "Tokens of a namespace that are cached now.",
     "namespace_queries": "Requests of a namespace that began.",

@@ -80,7 +80,10 @@ class Forward:
         lens, due = np.array(counts), np.array(wanted_rows)
         stops, ends = lens.cumsum(), due.cumsum()
         positions = np.arange(len(tokens)) + (bases + starts - (stops - lens)).repeat(lens)
-        for text, stop, count in zip(texts, stops, counts, strict=True):
+        adapted: list[tuple[Text, int, int]] = []
+        for text, stop, count in zip(texts, stops.tolist(), counts, strict=True):
+            if text.adapter is not None:
+                adapted.append((text, stop, count))
             if text.prefix is not None and text.computed < len(text.prefix.places):
                 positions[stop - count : stop] = text.places_of(text.computed, count)
         rows = np.arange(ends[-1]) + (stops - ends).repeat(due)
@@ -100,7 +103,7 @@ class Forward:
             places = places | {"regime": texts[0].regime}
         if not texts[0].head:
             places = places | {"head": False}
-        if adapted := [each for each in zip(texts, stops.tolist(), counts, strict=True) if each[0].adapter is not None]:
+        if adapted:
             places = places | {"adapters": _adapters_of(adapted)}
         hidden = self._hidden(texts, stops - lens) if self._drafts else None
         if hidden is not None:
@@ -171,7 +174,7 @@ def is_tied(space: Any) -> bool:
 def expect_own(namespace: Hashable) -> None:
     """Raise unless a caller may give this namespace: TypeError without a hash, ValueError for what names a prefix."""
     hash(namespace)  # raises here rather than in the middle of a step
-    if is_behind(namespace) or is_adapted(namespace):
+    if isinstance(namespace, tuple) and (is_behind(namespace) or is_adapted(namespace)):
         raise ValueError(f"namespace: expected none that a prefix or an adapter names, got {short(namespace)}")
 
 

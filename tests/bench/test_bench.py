@@ -211,6 +211,11 @@ def test_the_command_line(capsys):
     assert "structures" in capsys.readouterr().out
 
 
+def test_the_bench_of_outgrown_contexts_runs(capsys):
+    assert main(["outgrown", "--quick", "--threads", "1"]) == 0
+    assert "8,192 tokens, 2 layers" in capsys.readouterr().out
+
+
 def test_the_bench_of_tiers_runs(capsys):
     assert main(["tiers", "--quick", "--only", "misses"]) == 0
     printed = capsys.readouterr().out

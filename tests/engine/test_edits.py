@@ -140,6 +140,19 @@ def test_a_clearing_stays_as_the_conversation_grows():
         assert one == each
 
 
+def test_clearings_of_a_long_conversation_are_few_where_each_counts():
+    """Behind masks a token sees the parts between them: after some, one waits until it clears enough of the prompt."""
+    messages, done, edit = uses("a" * 400, 10), [], ToolClearing(0, counts_uses=True, mask=True)
+    for length in (401, 601, 801):
+        before, done = done, clearings(messages[:length], edit, Words(), each=True)
+        assert done[: len(before)] == before
+    assert [len(each.uses) for each in done[:32]] == [1] * 32
+    later = [len(each.uses) for each in done[32:]]
+    assert (len(later) < 70, min(later), max(later)) == (True, 2, 21)
+    whole = clearings(messages, edit, Words())
+    assert [len(each.uses) for each in whole] == [397]
+
+
 def test_thoughts_of_the_last_turns_stay():
     """A turn goes on while calls have results, whatever the user says beside these."""
     turn = [

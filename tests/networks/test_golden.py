@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from dense_runs import run_dense
 from oracles.engine import DenseKvCache
+from pace import half
 from places import GOLDEN, MODELS, in_every_build
 from seeded_weights import SEEDED, golden_folder
 
@@ -16,7 +17,7 @@ from kvcache.engine import InferenceEngine, ModelConfig, SamplingParams, Transfo
 from kvcache.networks.families import FAMILIES
 
 PROMPT_LENGTHS = (1, 15, 16, 17, 33, 200)
-CHUNKS = (1, 7, 16, 64, 512)
+CHUNKS = half((1, 7, 16, 64, 512))
 TOLERANCE = 1e-4
 NOISE = 2e-6  # of the largest logit: float32 against float64
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=64)

@@ -45,7 +45,7 @@ class Adapted:
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (GOLDEN / "adapters").iterdir()))
 def test_adapters_of_peft(name):
-    """Those that tests/golden/make_adapters.py made; what peft makes of a text with them, in float64."""
+    """Compare what tests/golden/make_adapters.py made with what peft makes of a text in float64."""
     folder = GOLDEN / "adapters" / name
     network = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
     model = Transformer.from_pretrained(GOLDEN / network, weights="f32")

@@ -44,8 +44,11 @@ def attended(cache, rng, layer, seqs, lens, dim=64):
 
 
 @pytest.mark.parametrize("formats", FORMATS)
-def test_random_calls_have_the_bits_of_memory(rng, two_threads, tmp_path, formats):
-    """Sequences that grow, share, are cut and end, with a tenth of the bytes in memory."""
+def test_random_calls_have_the_bits_of_memory(rng, two_threads, tmp_path, monkeypatch, formats):
+    """Sequences that grow, share, are cut and end, with a tenth of the bytes in memory; f16 as on other systems."""
+    if formats[0] == "f16":
+        monkeypatch.setattr("kvcache.support.spill_file._DIRECT", 0)
+        monkeypatch.setattr("kvcache.support.spill_file._UNNAMED", 0)
     caches = pair_of_caches(tmp_path, 0.1, key_dtype=formats[0], value_dtype=formats[1])
     lens, seed = {}, 0
     for step in range(30):
@@ -91,6 +94,7 @@ def test_random_calls_have_the_bits_of_memory(rng, two_threads, tmp_path, format
     for seq in lens:
         for own, other in zip(caches[0].read_layers(seq), caches[1].read_layers(seq), strict=True):
             np.testing.assert_array_equal(own, other)
+    assert not list(tmp_path.iterdir())
     spill = caches[1].spill
     assert spill.memory_bytes <= spill.max_memory_bytes
     assert spill.waits > 0

@@ -303,6 +303,7 @@ def test_reports(path, folders):
         told = [json.loads(each) for each in lines]
     assert 'kvcache_adapter_requests_total{adapter="a"} 2' in metrics
     assert 'kvcache_adapter_requests_total{adapter="b"} 0' in metrics
+    assert 'kvcache_adapter_requests_total{adapter=""} 1' in metrics
     assert [each.get("adapter") for each in told if each["path"] == "/v1/completions"] == [None, "a", "a"]
     assert str(folders) not in metrics + "".join(lines)
 

@@ -74,6 +74,10 @@ def tokenizer():
     return mark_tokenizer()
 
 
+# Of a work.
+PROMPT = {"num_prompt": 1, "whole_prompt": 1, "cached_tokens": 0, "reused_tokens": 0, "base": 0, "segments": None}
+
+
 def cut_answers(tokenizer, name):
     """The whole samples of the longest answer of a dialect, cut behind each of its tokens."""
     text = max((text for dialect, text, _ in ANSWERS if dialect == name), key=len)
@@ -81,8 +85,8 @@ def cut_answers(tokenizer, name):
     for stop in range(len(tokens) + 1):
         spoken = SpokenAnswer(marks, [], calls=True, schemas=SCHEMAS)
         work = SimpleNamespace(
-            num_prompt=1, num_tokens=1 + stop, num_new=stop, base=0, cached_tokens=0, whole_prompt=1, reused_tokens=0,
-            reason="length", logprobs=None, new_tokens=tokens[:stop], segments=None,
+            num_tokens=1 + stop, num_new=stop, reason="length", logprobs=None, new_tokens=tokens[:stop],
+            **PROMPT,
         )
         yield Whole(Choice(0, work, spoken), spoken.extend(tokens[:stop], ended=True), "length")
 
@@ -90,8 +94,7 @@ def cut_answers(tokenizer, name):
 HI, ON = {"role": "user", "content": "hi"}, {"role": "user", "content": "go on"}
 TEXT = {"type": "text", "text": "go on"}
 ENGINE = SimpleNamespace(shared_block_size=0)
-WORK = SimpleNamespace(num_prompt=1, num_tokens=1, cached_tokens=0, whole_prompt=1, reused_tokens=0, segments=None)
-REQUEST = SimpleNamespace(works=[WORK], prompt_logprobs=None)
+REQUEST = SimpleNamespace(works=[SimpleNamespace(num_tokens=1, **PROMPT)], prompt_logprobs=None)
 
 
 def tool(**more):

@@ -171,6 +171,37 @@ def test_arrivals_of_samples(engine, alone, threaded):
             assert set(reasons[:-1]) <= {None}
 
 
+@pytest.mark.parametrize("threaded", [False, True])
+def test_what_the_loop_takes_at_each_step(engine, alone, threaded):
+    """All tokens, also those that come while others are taken; what it takes with is forgotten then."""
+    if threaded:
+        engine.start()
+
+    async def taken(seed):
+        request = engine.submit(PROMPTS[seed], sampled(seed, 9))
+        incoming, tokens, fails = request.incoming(), [], []
+
+        def take():
+            if fails:
+                raise KeyError("asked")
+            tokens.extend(found := [token for new in incoming.take() for token in new.tokens])
+            return not incoming.ended and not (found and seed % 2 and len(tokens) % 3 == 0)
+
+        while not incoming.ended:  # every third token ends the wait
+            await request.at_each_step(take)
+        fails.append(1)
+        with pytest.raises(KeyError):
+            await request.at_each_step(take)
+        assert not any(hasattr(call, "_take") for _, call in request._calls)
+        return tokens
+
+    async def all_at_once():
+        return await asyncio.gather(*map(taken, range(4)))
+
+    for seed, tokens in enumerate(asyncio.run(all_at_once())):
+        assert tokens == alone(PROMPTS[seed], sampled(seed, 9)).tokens
+
+
 def test_the_first_sample_comes_first(engine):
     """No other sample has a token before the first one has, also where they run and end in the same step."""
     seen = []

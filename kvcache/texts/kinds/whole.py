@@ -194,7 +194,7 @@ class WholeLayers(Layers):
         def attend(layer: int, queries: Float32, keys: Any, values: Any, turned: Any = None, /, *_: Any) -> Float32:
             own: Any = None
             if at_once:
-                self.cache.write_new(sequences, self._parts, layer, keys, values)
+                self.cache.write_ragged(self._parts[layer][0], ids, lens, keys, values)
             else:
                 own = self.cache.write_and_attend(sequences, self._parts, layer, queries, keys, values)
             for prefix, rows in behind:
