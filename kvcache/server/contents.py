@@ -11,7 +11,7 @@ from typing import Any
 from kvcache.server.refusals import BodyError
 from kvcache.support.arguments import as_instance, short
 
-__all__ = ["PARTS", "Contents", "left_out"]
+__all__ = ["PARTS", "Contents", "is_segment", "left_out"]
 
 logger = logging.getLogger("kvcache")
 
@@ -37,17 +37,35 @@ class Contents:
         self.warnings: list[str] = []
 
     def text(self, part: Any, name: str | None = None) -> str:
-        """The text of a part. BodyError: of an unknown kind; `name`: of another field."""
-        kind = as_instance(part, dict, name or self.name).get("type")
+        """The text of a part. BodyError: of an unknown kind, or a segment; `name`: of another field."""
+        text = self._text(part, name or self.name)
+        if is_segment(part):
+            raise _elsewhere(name or self.name)
+        return text
+
+    def _text(self, part: Any, name: str) -> str:
+        kind = as_instance(part, dict, name).get("type")
         if (read := PARTS.get(kind) if isinstance(kind, str) else None) is None:
-            message = f"{name or self.name}: expected parts of text, got {short(kind)}"
-            raise BodyError(message, "unsupported_parameter")
+            raise BodyError(f"{name}: expected parts of text, got {short(kind)}", "unsupported_parameter")
+        cited = part.get("citations")
+        if isinstance(cited, dict) and cited.get("enabled"):
+            raise BodyError("citations: expected none, since they are not supported", "unsupported_parameter")
         return read(self, part)
 
-    def part(self, part: Any) -> dict[str, str]:
-        """A part as templates know it. What was no plain text has lines of its own."""
-        text = self.text(part)
-        return {"type": "text", "text": text if part["type"] in _WORDS else f"\n{text}\n"}
+    def part(self, part: Any, *, segments: bool = True) -> dict[str, Any]:
+        """A part as templates know it, and whether it is a segment. What was no plain text has lines of its own.
+
+        A segment begins with its first word: a template may trim what a message begins with.
+
+        Args:
+            segments: whether there may be one.
+        """
+        text, is_own = self._text(part, self.name), is_segment(part)
+        if is_own and not segments:
+            raise _elsewhere(self.name)
+        if part["type"] not in _WORDS:
+            text = f"{text}\n" if is_own else f"\n{text}\n"
+        return {"type": "text", "text": text, **({"segment": True} if is_own else {})}
 
     def joined(self, content: Any, between: str = "") -> str:
         """The text of a content: a text, or parts."""
@@ -79,6 +97,23 @@ class Contents:
         if warning not in self.warnings and len(self.warnings) < _MOST_WARNINGS:
             self.warnings.append(warning)
         return f"[{label}: not shown, only text can be read]"
+
+
+def is_segment(part: Mapping[str, Any]) -> bool:
+    """Whether a part asks to be a segment: by `"segment": true`, or by a `cache_control` with the scope `segment`."""
+    if (given := part.get("segment")) is not None:
+        return bool(as_instance(given, bool, "segment"))
+    mark = part.get("cache_control")
+    if not isinstance(mark, dict) or mark.get("scope") != "segment":
+        return False
+    if mark.get("ttl") is not None:
+        raise ValueError(f"cache_control: expected no ttl beside the scope segment, got {short(mark['ttl'])}")
+    return True
+
+
+def _elsewhere(name: str) -> BodyError:
+    message = f"{name}: expected segments among the parts of messages alone, got one elsewhere"
+    return BodyError(message, "unsupported_parameter")
 
 
 @lru_cache(maxsize=256)

@@ -7,19 +7,22 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 from kvcache.engine.chat import template_arguments
+from kvcache.engine.documents import LINK
 from kvcache.engine.edits import Edits, as_edits
 from kvcache.server.contents import Contents
 from kvcache.server.refusals import BodyError
 from kvcache.support.arguments import as_instance, short
 
 __all__ = [
-    "MAX_MESSAGES", "Conversation", "ToolChoice", "conversation_of", "edits_of", "effort", "function_name", "placed",
-    "reasoning", "template_kwargs", "text_of", "thinking", "tool_choice_of", "tools_of", "verbosity", "with_users",
+    "MAX_MESSAGES", "Conversation", "SegmentSpan", "ToolChoice", "conversation_of", "edits_of", "effort",
+    "function_name", "placed", "reasoning", "template_kwargs", "text_of", "thinking", "tool_choice_of", "tools_of",
+    "verbosity", "with_users",
 ]
 
 MAX_MESSAGES = 4096  # templates have a loop over them
 _MAX_TOOLS, _MAX_NAME = 1024, 256  # functions of a body, and characters of a name
 _MAX_CALLS = 256  # of a message
+_MAX_SEGMENTS = 256  # of a body
 _INPUT = "input"  # the argument of a tool that takes a text
 _SYSTEM = ("system", "developer")
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -37,6 +40,19 @@ class ToolChoice(NamedTuple):
     names: frozenset[str] | None = None
 
 
+class SegmentSpan(NamedTuple):
+    """A part of a message that is a segment.
+
+    Attributes:
+        message: the number of its message.
+        start, stop: how many characters of the message's text are before it, and up to its end.
+    """
+
+    message: int
+    start: int
+    stop: int
+
+
 class Conversation(NamedTuple):
     """The input of a chat template, and which calls the answer may have.
 
@@ -49,6 +65,8 @@ class Conversation(NamedTuple):
         begins: whether the beginning of an answer follows the messages.
         continues: whether the answer goes on with the text of the last message.
         edits: what leaves the messages first; None: the body asks for none.
+        segments: the parts that are segments, in the order of the text.
+        link: see `SeenParts.of_segments`.
     """
 
     messages: list[Any]
@@ -60,6 +78,8 @@ class Conversation(NamedTuple):
     begins: bool = True
     continues: bool = False
     edits: Edits | None = None
+    segments: tuple[SegmentSpan, ...] = ()
+    link: int = LINK
 
 
 def conversation_of(
@@ -77,7 +97,9 @@ def conversation_of(
         raise ValueError(f"tool_choice: expected names of tools, got {short(sorted(choice.names - known))}")
     if choice.mode == "required" and not functions:
         raise ValueError("tool_choice: expected tools beside it, got none")
-    return Conversation(messages, functions or None, template, choice, parallel, customs, begins, continues)
+    messages, segments = _segments_of(messages, contents.name)
+    talk = Conversation(messages, functions or None, template, choice, parallel, customs, begins, continues)
+    return talk._replace(segments=segments)
 
 
 # -- messages -----------------------------------------------------------------------------------------------------
@@ -110,6 +132,24 @@ def _message(message: dict[str, Any], contents: Contents) -> dict[str, Any]:
             raise ValueError(f"{name}: expected at most {_MAX_CALLS} tool_calls in one, got {len(calls)}")
         found = found | {"tool_calls": [_call(call, name) for call in calls] or None}
     return found
+
+
+def _segments_of(messages: Any, name: str) -> tuple[Any, tuple[SegmentSpan, ...]]:
+    """Messages whose parts say nothing of segments, and these."""
+    spans, plain = list[SegmentSpan](), list[Any]()
+    for number, message in enumerate(messages if isinstance(messages, list) else []):
+        parts, at = message.get("content") if isinstance(message, dict) else None, 0
+        if isinstance(parts, list) and any("segment" in part for part in parts):
+            for part in parts:
+                start, at = at, at + len(part["text"])
+                if "segment" in part and not part["text"].strip():
+                    raise ValueError(f"{name}: expected a text in each segment, got none")
+                spans += [SegmentSpan(number, start, at)] if "segment" in part else []
+            message = message | {"content": [{"type": "text", "text": part["text"]} for part in parts]}
+        plain.append(message)
+    if len(spans) > _MAX_SEGMENTS:
+        raise ValueError(f"{name}: expected at most {_MAX_SEGMENTS} segments, got {len(spans)}")
+    return (plain, tuple(spans)) if spans else (messages, ())
 
 
 def _call(call: Any, name: str) -> Any:

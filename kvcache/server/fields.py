@@ -185,7 +185,7 @@ CHATS = _BOTH | {
     "response_format": Field(response_format), "chat_template_kwargs": Field(template_kwargs),
     "reasoning_effort": Field(effort), "verbosity": Field(verbosity), "add_generation_prompt": FLAG,
     "continue_final_message": FLAG, "reasoning": Field(reasoning), "thinking": Field(thinking),
-    "context_management": Field(edits_of),
+    "context_management": Field(edits_of), "segment_link": COUNT,
 }
 TOKENIZE = {
     **{name: CHATS[name] for name in ("model", "messages", "tools", "chat_template_kwargs", "reasoning_effort")},

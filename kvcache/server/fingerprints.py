@@ -114,9 +114,10 @@ def _digest(value: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """A value without marks for caches, which change nothing of a prompt."""
+    """A value without marks for caches, which change nothing of a prompt unless they make segments."""
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items() if key != "cache_control"}
+        is_segment = isinstance(mark := value.get("cache_control"), dict) and mark.get("scope") == "segment"
+        return {key: _plain(each) for key, each in value.items() if key != "cache_control" or is_segment}
     return [_plain(each) for each in value] if isinstance(value, list) else value
 
 

@@ -26,7 +26,7 @@ from kvcache.serving.work import Work
 
 __all__ = [
     "HOLE", "TIMED_OUT", "Choice", "Counts", "Form", "Whole", "call_id", "counts_of", "date_of", "event", "is_json",
-    "now", "quoted", "reason_of", "repeated", "stop_reason", "unique", "written_tokens",
+    "now", "quoted", "reason_of", "repeated", "segments_of", "stop_reason", "unique", "written_tokens",
 ]
 
 TIMED_OUT = {"x-stop-reason": "timeout"}  # the header of what the time limit ended
@@ -55,13 +55,17 @@ class Whole(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Numbers of tokens: of prompts, of them those that were cached and those that are now, new ones, and thoughts."""
+    """Numbers of tokens: of prompts, of them those that were cached and those that are now, new ones, and thoughts.
+
+    `segments` is the field that says the same of segments; empty: there are none.
+    """
 
     prompt: int
     cached: int
     written: int
     new: int
     reasoning: int
+    segments: dict[str, Any]
 
 
 class Form(ABC):
@@ -205,5 +209,13 @@ def counts_of(engine: BatchEngine, requests: Sequence[EngineRequest], choices: S
         sum(work.whole_prompt for work in firsts), sum(work.reused_tokens for work in firsts),
         sum(written_tokens(engine, work) for work in firsts),
         sum(work.num_tokens - work.num_prompt for request in requests for work in request.works),
-        sum(choice.spoken.reasoning_tokens for choice in choices),
+        sum(choice.spoken.reasoning_tokens for choice in choices), segments_of(firsts[0]),
     )
+
+
+def segments_of(work: Any) -> dict[str, Any]:
+    """The field of usage that has the tokens of each segment, and how many were cached; empty: there are none."""
+    found = work.segments
+    if found is None:
+        return {}
+    return {"segments": [{"tokens": each.tokens, "cached_tokens": each.cached} for each in found]}

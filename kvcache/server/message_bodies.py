@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any, Union
 
 from kvcache.engine import SamplingParams
+from kvcache.engine.documents import LINK
 from kvcache.grammar import Grammar
 from kvcache.server.asked import Asked
 from kvcache.server.constraints import form_of
@@ -52,7 +53,8 @@ def asked_of_message(given: dict[str, Any], defaults: SamplingParams) -> Asked:
     last = messages[-1] if messages else {}
     continues = last.get("role") == "assistant" and bool(last["content"]) and not last.get("tool_calls")
     conversation = conversation_of(contents, messages, tools, template, choice, parallel, not continues, continues)
-    conversation = conversation._replace(edits=given.get("context_management"))
+    link = given.get("segment_link", LINK)
+    conversation = conversation._replace(edits=given.get("context_management"), link=link)
     sampling = {_SAMPLING[name]: value for name, value in given.items() if name in _SAMPLING}
     params = replace(defaults, **sampling, grammar=_format(config.get("format")))
     return Asked(
@@ -135,7 +137,7 @@ def _of_assistant(blocks: list[dict[str, Any]], contents: Contents) -> Iterator[
             if str(block.get("tool_use_id")) not in answered:
                 left_out(kind[:100])
         else:
-            said.texts.append(contents.part(block)["text"])
+            said.texts.append(contents.part(block, segments=False)["text"])
     if said or not answered:
         yield said.message()
 
@@ -168,11 +170,11 @@ def _of_user(role: str, blocks: list[dict[str, Any]], contents: Contents) -> Ite
     texts: list[dict[str, Any]] = []
     marks, characters = _Marks(), 0
     for block in blocks:
-        seconds = marked_ttl(block)
         if block.get("type") != "tool_result":
             texts.append(contents.part(block))
             characters += len(texts[-1]["text"])
-            marks += [(characters, seconds)] if seconds else []
+            if "segment" not in texts[-1] and (seconds := marked_ttl(block)):
+                marks.append((characters, seconds))
             continue
         if texts:
             yield {"role": role, "content": texts}, marks
@@ -231,6 +233,7 @@ MESSAGES = {
     **dict.fromkeys(("messages", "system", "tools", "tool_choice", "thinking", "output_config"), PLAIN),
     **dict.fromkeys(("cache_control", "diagnostics", "temperature", "top_p", "top_k"), PLAIN),
     "model": TEXT, "max_tokens": COUNT, "stop_sequences": STOPS, "stream": FLAG, "context_management": Field(edits_of),
+    "segment_link": COUNT,
     **dict.fromkeys(("betas", "inference_geo", "metadata", "service_tier", "speed"), IGNORED),
     "container": Field(neutral=()), "mcp_servers": Field(neutral=([],)),
 }

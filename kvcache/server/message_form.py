@@ -21,6 +21,7 @@ from kvcache.server.forms import (
     is_json,
     quoted,
     repeated,
+    segments_of,
     written_tokens,
 )
 from kvcache.server.refusals import message_refusal
@@ -183,7 +184,7 @@ class MessageForm(Form):
         return {
             "input_tokens": work.whole_prompt - work.reused_tokens - written,
             "cache_read_input_tokens": work.reused_tokens, "cache_creation_input_tokens": written,
-            "output_tokens": work.num_new,
+            "output_tokens": work.num_new, **segments_of(work),
         }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +39,9 @@ class Prompt(NamedTuple):
         original: how many tokens it had before the edits.
         behind: what its last tokens see of those before them, after edits by masks; None: it runs as one text.
         masked: how many tokens these do not see.
+        segments: the tokens of each segment, which follow those of the head.
+        head: how many tokens are before the segments.
+        link: of the segments, see `SeenParts.of_segments`.
     """
 
     tokens: npt.NDArray[np.uint32]
@@ -47,11 +51,23 @@ class Prompt(NamedTuple):
     original: int = 0
     behind: SeenParts | None = None
     masked: int = 0
+    segments: tuple[npt.NDArray[np.uint32], ...] = ()
+    head: int = 0
+    link: int = 0
 
     @property
     def own(self) -> npt.NDArray[np.uint32]:
-        """The tokens that run behind `behind`."""
+        """The tokens that run behind `behind`, or behind the segments."""
+        if self.segments:
+            return self.tokens[self.head + sum(map(len, self.segments)) :]
         return self.tokens if self.behind is None else self.tokens[self.behind.num_tokens :]
+
+    @property
+    def before(self) -> dict[str, Any]:
+        """The arguments of `BatchEngine.submit` about what `own` stands behind."""
+        if self.segments:
+            return {"head": self.tokens[: self.head], "segments": self.segments, "link": self.link}
+        return {"prefix": self.behind}
 
     def behind_masks(self) -> Prompt:
         """The prompt with the times of its own tokens alone: those before them are of other texts."""
@@ -109,15 +125,19 @@ class Prompts:
         if not isinstance(prompt, list):
             prompt = encoded(self._tokenizer, prompt, asked.field, most=self._engine.max_positions)
         tokens = self.checked(prompt, asked.field)
-        return Prompt(tokens, (), self._kept(asked, tokens, []) if runs else None)
+        return Prompt(tokens, (), self._kept(asked, len(tokens), []) if runs else None)
 
     def _of_conversation(self, asked: Asked, talk: Conversation, runs: bool) -> Prompt:
         """A conversation in the words of the template. Places in its text become numbers of tokens with the ids."""
+        if talk.edits is not None and talk.segments:
+            raise ValueError("context_management: expected none beside segments, got edits")
         change = None if talk.edits is None else self._edited(talk)
         if change is not None:
             talk = talk._replace(messages=change.messages)
         marks = asked.marks if runs and self._keeps(asked) else ()
         text = ChatText(talk, self._writer(talk), self._knows_developer, marks)
+        if talk.segments:
+            return self._of_segments(asked, text, talk.link, runs)
         masks = None if change is None or not change.masked else EditMasks(talk.messages, change.masked, asked.field)
         ends = [] if masks is None else masks.located(self._rewriter(talk), text.text)
         places = ends + text.ends + (text.partings() if runs and self._engine.keeps_states else [])
@@ -129,15 +149,34 @@ class Prompts:
         tokens = self.checked(ids, asked.field)
         of_masks, counts = counts[: len(ends)], counts[len(ends) :]
         parts = places_of(counts[len(marks) :])
-        found = Prompt(tokens, parts, self._kept(asked, tokens, counts[: len(marks)]) if runs else None)
+        found = Prompt(tokens, parts, self._kept(asked, len(tokens), counts[: len(marks)]) if runs else None)
         if change is None:
             return found
         if masks is not None:
-            chain = masks.chain(of_masks, len(tokens))
-            masked = sum(stop - start for _, spans in chain for start, stop in spans)
+            edits = masks.chain(of_masks, len(tokens))
+            masked = sum(stop - start for _, spans in edits for start, stop in spans)
             change = change.with_masked(len(tokens), masked)
-            found = found._replace(behind=seen_by(tokens, chain), masked=masked).behind_masks()
+            found = found._replace(behind=seen_by(tokens, edits), masked=masked).behind_masks()
         return found._replace(applied=change.applied, original=change.original_tokens or len(tokens))
+
+    def _of_segments(self, asked: Asked, text: ChatText, link: int, runs: bool) -> Prompt:
+        """A conversation with segments: the text before them, each of them, and that behind them have tokens alone."""
+        most, field = self._engine.max_positions, asked.field
+        *before, own = (text.text[start:stop] for start, stop in pairwise([0, *text.cuts, len(text.text)]))
+        if not own:
+            raise ValueError(f"{field}: expected a text behind the segments, got none")
+        head, *segments = [
+            encoded(self._tokenizer, piece, field, most=most, add_special_tokens=False) for piece in before
+        ]
+        marks = [mark for mark, end in zip(asked.marks, text.ends, strict=False) if end > text.cuts[-1]]
+        ends = [end - text.cuts[-1] for end in text.ends if end > text.cuts[-1]]
+        last, counts = encoded_with_ends(self._tokenizer, own, field, ends, most=most)
+        tokens = self.checked([*head, *chain.from_iterable(segments), *last], field)
+        linked = sum(min(link, len(each)) for each in segments[1:])  # tokens that the engine runs before the own ones
+        asked = asked._replace(marks=tuple(marks))
+        kept = self._kept(asked, linked + len(last), [linked + count for count in counts]) if runs else None
+        parts = np.split(tokens, np.cumsum([len(head), *map(len, segments)]))
+        return Prompt(tokens, (), kept, segments=tuple(parts[1:-1]), head=len(head), link=link)
 
     def _edited(self, talk: Conversation) -> Edited | None:
         """The conversation after its edits; None: its messages are none, as the template will say."""
@@ -176,11 +215,11 @@ class Prompts:
         """Whether prompts can stay cached."""
         return self._engine.shares_prefixes and asked.scores is None
 
-    def _kept(self, asked: Asked, tokens: Any, ends: list[int]) -> list[tuple[int, float]] | None:
-        """`Prompt.kept`; `ends`: how many tokens are before each mark."""
+    def _kept(self, asked: Asked, size: int, ends: list[int]) -> list[tuple[int, float]] | None:
+        """`Prompt.kept` of `size` tokens; `ends`: how many of them are before each mark."""
         if not self._keeps(asked):
             return None
-        kept = [] if asked.seconds is None else [(len(tokens), asked.seconds)]
+        kept = [] if asked.seconds is None else [(size, asked.seconds)]
         kept += [(max(1, end), mark.seconds) for end, mark in zip(ends, asked.marks, strict=True)]
         return kept or None
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvcache.engine import SamplingParams
+from kvcache.engine.documents import LINK
 from kvcache.grammar import Grammar
 from kvcache.server.asked import Asked
 from kvcache.server.constraints import form_of
@@ -90,6 +91,7 @@ def asked_of_response(given: dict[str, Any], defaults: SamplingParams) -> Asked:
     template |= given.get("chat_template_kwargs", {})
     parallel = given.get("parallel_tool_calls", True)
     conversation = conversation_of(contents, messages, tools, template, choice, parallel)
+    conversation = conversation._replace(link=given.get("segment_link", LINK))
     sampling = {_SAMPLING[name]: value for name, value in given.items() if name in _SAMPLING}
     params = replace(defaults, **sampling, grammar=_format(text.get("format")))
     return Asked(
@@ -153,11 +155,12 @@ def _begins_another(kind: str, item: dict[str, Any], said: Said) -> bool:
     return kind in ("message", *_OUTPUTS) or known.needed or bool(known.words)
 
 
-def _content(content: Any, contents: Contents) -> str:
-    """The text of a message; what is no plain text has lines of its own."""
+def _content(content: Any, contents: Contents) -> Any:
+    """The text of a message, or its parts, if some are segments; what is no plain text has lines of its own."""
     if isinstance(content, str):
         return content
-    return "".join(contents.part(part)["text"] for part in as_instance(content, list, "input"))
+    parts = [contents.part(part) for part in as_instance(content, list, "input")]
+    return parts if any("segment" in part for part in parts) else "".join(part["text"] for part in parts)
 
 
 def _call(kind: str, item: dict[str, Any]) -> dict[str, Any] | None:
@@ -278,7 +281,7 @@ def _format(form: Any) -> Grammar | None:
 
 
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p", "max_output_tokens": "max_tokens"}
-_SAME = ("cache_salt", "chat_template_kwargs", "prompt_cache_options", "prompt_cache_retention")
+_SAME = ("cache_salt", "chat_template_kwargs", "prompt_cache_options", "prompt_cache_retention", "segment_link")
 RESPONSES = {
     **dict.fromkeys(("input", "tools", "tool_choice", "reasoning", "text", "temperature", "top_p"), PLAIN),
     "model": TEXT, "instructions": TEXT, "max_output_tokens": FROM_1, "stream": FLAG, "parallel_tool_calls": FLAG,

@@ -19,6 +19,7 @@ from kvcache.server.forms import (
     now,
     quoted,
     repeated,
+    segments_of,
     unique,
     written_tokens,
 )
@@ -180,11 +181,11 @@ class ResponseForm(Form):
         """The response with its end."""
         work, is_cut = choice.work, reason == "length"
         found = self._response("incomplete" if is_cut else "completed")
-        details = {"cached_tokens": work.cached_tokens, "cache_write_tokens": written_tokens(self._engine, work)}
+        details = {"cached_tokens": work.reused_tokens, "cache_write_tokens": written_tokens(self._engine, work)}
         usage = {
-            "input_tokens": work.num_prompt, "input_tokens_details": details, "output_tokens": work.num_new,
+            "input_tokens": work.whole_prompt, "input_tokens_details": details, "output_tokens": work.num_new,
             "output_tokens_details": {"reasoning_tokens": choice.spoken.reasoning_tokens},
-            "total_tokens": work.num_prompt + work.num_new,
+            "total_tokens": work.whole_prompt + work.num_new, **segments_of(work),
         }
         if not is_cut:
             found["completed_at"] = now()

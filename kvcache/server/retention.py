@@ -71,6 +71,10 @@ def breakpoints(messages: Any, read: Any, ttl: float | None) -> tuple[CacheMark,
 
 
 def marked_ttl(block: dict[str, Any]) -> float | None:
-    """The seconds of the mark `cache_control` of a block; None: it has none."""
+    """The seconds of the mark `cache_control` of a block; None: it has none. ValueError: it is that of a segment."""
     mark = block.get("cache_control")
-    return seconds_of(mark.get("ttl") or _DEFAULT, "cache_control") if isinstance(mark, dict) else None
+    if not isinstance(mark, dict):
+        return None
+    if mark.get("scope") == "segment":
+        raise ValueError("cache_control: expected the scope segment at parts of a user's message, got it elsewhere")
+    return seconds_of(mark.get("ttl") or _DEFAULT, "cache_control")

@@ -132,7 +132,8 @@ class ServedModel:
         asked = self._completion(found, chat)
         prompts = self._prompts.of(asked)
         asked = asked._replace(applied=prompts[0].applied)
-        return self._prepared(asked, prompts, CompletionForm(asked, self.engine, self._texts), space)
+        form = CompletionForm(asked, self.engine, self._texts, [prompt.tokens for prompt in prompts])
+        return self._prepared(asked, prompts, form, space)
 
     def message(self, found: dict[str, Any], space: Hashable) -> Prepared:
         """Answer a body of `/v1/messages`."""
@@ -241,7 +242,7 @@ class ServedModel:
                 watch = None if asked.conversation is None else readers[number]
                 answer.requests.append(engine.submit(
                     prompt.own, asked.params, namespace=space, deadline=timeout, n=asked.n, priority=later,
-                    keep=prompt.kept, parts_at=prompt.parts, prefix=prompt.behind, prompt_logprobs=scores, watch=watch,
+                    keep=prompt.kept, parts_at=prompt.parts, **prompt.before, prompt_logprobs=scores, watch=watch,
                     adapter=asked.adapter,
                 ))
         except BaseException as error:
@@ -279,6 +280,8 @@ class ServedModel:
         """Take a body of `/v1/cache/hints`: its texts are made as those of requests, and nothing runs."""
         given = cache_hints_of(found)
         asked = [self._named_by(given.endpoint, body) for body in given.bodies]
+        if any(each.conversation is not None and each.conversation.segments for each in asked):
+            raise ValueError("messages: expected no segments in hints, got some")
         texts = [[prompt.tokens for prompt in self._prompts.of(each, runs=False)] for each in asked]
         if (adapter := asked[0].model if asked[0].model not in self.names else None) is not None:
             self._expect_adapter(adapter)

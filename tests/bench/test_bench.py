@@ -23,6 +23,8 @@ from bench.prefix.agent_traces import AgentMix, agent_trace
 from bench.prefix.policies import POLICIES, lru, optimal, replay
 from bench.prefix.trace import through_trie
 from bench.prefix.workloads import Mix, from_mooncake, synthetic
+from bench.quality.segment_sets import SegmentSets
+from bench.quality.segments import BARE, LINKED, PLAIN, scored
 from bench.serving import agents_cli
 from bench.serving.hostile_bodies import GRAMMARS
 from bench.serving.products import work_of_step
@@ -31,7 +33,8 @@ from bench.support.report import markdown, text_table, time_text
 from bench.trie.package_rivals import VllmPrefix
 from bench.trie.rivals import PREFIX, ChainedHashes, PromptDict, PromptScan, prefix_rivals
 from bench.trie.trie import prompts
-from kvcache import InferenceEngine, simd_levels
+from kvcache import InferenceEngine, PrefixCachedEngine, simd_levels
+from kvcache.demo import DIRECTORY
 
 pytestmark = pytest.mark.one_build
 SMALL = Mix(num_requests=150, system_tokens=200, document_tokens=800, task_tokens=200)
@@ -339,3 +342,29 @@ def test_the_work_of_a_step(network):
     read, operations = work_of_step(network, 8, (100, 10))
     assert read == 4 * numbers + row * 180
     assert operations == 8 * (2 * numbers + 4 * c.num_layers * c.num_heads * c.head_dim * 110)
+
+
+def test_the_bench_of_segments(capsys):
+    """A single document sees what it sees in the plain prompt; sets of a seed are the same."""
+    engine = PrefixCachedEngine(InferenceEngine.from_pretrained(DIRECTORY, num_blocks=320), max_cache_blocks=400)
+    sets = SegmentSets(engine.tokenizer, one_kind=True, example=True)
+    made = sets.make(3)
+    assert made == SegmentSets(engine.tokenizer, one_kind=True, example=True).make(3) != sets.make(4)
+    assert [200 <= len(each) <= 320 for each in made.documents] == [True] * 4
+    kinds = [each.kind for each in made.questions]
+    assert kinds == ["fact"] * 4 + ["which"] * 4 + ["border", "about", "continued"]
+    facts = "".join(engine.tokenizer.decode(each) for each in made.documents)
+    code = engine.tokenizer.decode(made.questions[0].answer).strip()
+    assert facts.count("The access code of the") == 4
+    assert f"depot is {code}." in facts
+    first = made._replace(documents=made.documents[:1])
+    plain, bare, linked = (scored(engine, first, made.questions[0], way) for way in (PLAIN, BARE, LINKED))
+    assert plain.shape == (len(made.questions[0].answer), engine.inner.config.vocab_size)
+    np.testing.assert_allclose(np.exp(plain).sum(axis=1), 1.0, atol=1e-6)
+    np.testing.assert_allclose(bare, plain, atol=2e-2)
+    np.testing.assert_array_equal(linked, bare)
+    assert np.abs(scored(engine, made, made.questions[0], BARE) - plain).max() > 0.1
+    assert main(["segments", "--only", "head", "--sets", "1", "--file", str(DIRECTORY)]) == 0
+    printed = capsys.readouterr().out
+    rows = [line.split("  ")[0].strip() for line in printed.splitlines()]
+    assert {"plain prompt", "link=0", "link=16", "plain, other order"} <= {*rows}

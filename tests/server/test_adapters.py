@@ -169,6 +169,11 @@ def test_what_an_adapter_is_not_for(served):
     status, answer = posted(served, "/v1/completions", {"model": "c", "prompt": "x"})
     assert (status, answer["error"]["code"]) == (404, "model_not_found")
     assert answer["error"]["message"] == "model: expected tiny or a or b, got 'c'"
+    parts = [{"type": "text", "text": "def f", "segment": True}, {"type": "text", "text": "(x):"}]
+    body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 1}
+    assert posted(served, "/v1/chat/completions", {"model": MODEL, **body})[0] == 200
+    status, answer = posted(served, "/v1/chat/completions", {"model": "a", **body})
+    assert (status, answer["error"]["message"].partition(",")[0]) == (400, "segments: expected None with an adapter")
 
 
 def test_clients_load_none_unless_the_server_lets_them(served, folders):

@@ -74,7 +74,8 @@ def tokenizer():
     return mark_tokenizer()
 
 
-PROMPT = {"num_prompt": 1, "whole_prompt": 1, "cached_tokens": 0, "reused_tokens": 0, "base": 0}  # of a work
+# Of a work.
+PROMPT = {"num_prompt": 1, "whole_prompt": 1, "cached_tokens": 0, "reused_tokens": 0, "base": 0, "segments": None}
 
 
 def cut_answers(tokenizer, name):

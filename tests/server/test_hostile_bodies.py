@@ -34,7 +34,7 @@ WORDS = [
     "{}", '{"a": 1}', "\ud800", "é", "",
 ]
 KEYS = [
-    "cache_control", "prompt_cache_breakpoint", "ttl",
+    "cache_control", "prompt_cache_breakpoint", "ttl", "segment", "scope",
     "type", "role", "content", "text", "name", "function", "arguments", "parameters", "input_schema", "tool_calls",
     "tools", "mode", "id", "call_id", "output", "summary", "thinking", "input", "effort", "format", "schema", "refusal",
     "source", "data", "media_type", "file", "file_data", "title", "action", "reason", "namespace", "encrypted_content",
@@ -61,7 +61,8 @@ TALKS = st.lists(
     | item(type="function_call", name="f", arguments="{}", call_id="1") | item(type="reasoning", summary=[])
     | item(type="function_call_output", call_id="1", output="x") | item(role="assistant", content="x")
     | item(type="local_shell_call", call_id="1", action={}) | item(type="local_shell_call_output", call_id="1")
-    | item(type="tool_search_output", tools=[]) | item(role="user", content=[{"type": "document", "source": {}}]),
+    | item(type="tool_search_output", tools=[]) | item(role="user", content=[{"type": "document", "source": {}}])
+    | item(role="user", content=[{"type": "text", "text": "x", "segment": True}, {"type": "text", "text": " y"}]),
     max_size=4,
 ) | VALUES
 
@@ -83,9 +84,9 @@ def prompts(request, tmp_path_factory):
 
 def expect_tokens_or_a_message(prompts, make):
     try:
-        ((tokens, _, kept),) = prompts.of(make(prompts._engine.sampling_params))
-        assert len(tokens)
-        assert all(0 < stop <= len(tokens) for stop, _ in kept or ())
+        (prompt,) = prompts.of(make(prompts._engine.sampling_params))
+        assert len(prompt.tokens) >= len(prompt.own) > 0
+        assert all(0 < stop <= len(prompt.tokens) for stop, _ in prompt.kept or ())
     except (TypeError, ValueError, HTTPException) as error:
         name, found, _ = str(error).partition(": expected")
         assert found, error

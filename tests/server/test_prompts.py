@@ -1,20 +1,23 @@
 """Prompts are made once: how often a conversation is written and becomes tokens, and the places found in it."""
 
+import json
 import os.path
 import sys
 from collections import Counter
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 from chat_folders import chat_folder
-from http_servers import MODEL, TALK, Served, tiny_file
+from http_servers import MODEL, TALK, Served, answer, post, tiny_file
+from places import GOLDEN
 from state_networks import StateNetwork
 
 import kvcache
 from kvcache import BatchEngine
 from kvcache.engine.chat import render
 from kvcache.server.chat_text import ChatText
-from kvcache.server.conversations import Conversation
+from kvcache.server.conversations import Conversation, SegmentSpan
 from kvcache.server.limits import Threads
 from kvcache.server.retention import CacheMark
 from kvcache.server.served_model import ServedModel
@@ -329,3 +332,165 @@ def test_later_system_messages_are_words_of_the_user_in_every_text_of_a_prompt(t
     found, count, _ = text_of(template, [CacheMark(1, 2, 1.0), CacheMark(1, None, 1.0)], talk)
     assert (found.text, count) == ("user:ab cd\n\nlate;assistant:b;user:last;", 3)
     assert [found.text[:end] for end in found.ends] == ["user:ab cd\n\nla", "user:ab cd\n\nlate;assistant:"]
+
+
+# -- segments -----------------------------------------------------------------------------------------------------
+
+DOCUMENTS = ("Ada has the key, and the code 17.\n", "  Bob went to the harbour. <|im|>\n", "The cat is grey.\n")
+HEAD, QUESTION = "Read these.\n", "Who has the key?"
+SEGMENT = {"cache_control": {"type": "ephemeral", "scope": "segment"}}
+KINDS = ("/chat/completions", "/responses", "/messages")
+
+
+def sent(served, path, body):
+    """The status and the answer of a body for one new token, or as many as it says."""
+    size = "max_output_tokens" if path == "/responses" else "max_tokens"
+    body = {"model": MODEL, size: 6, "temperature": 0} | body
+    connection = served.connect(post(json.dumps(body).encode(), f"/v1{path}"))
+    status, got = answer(connection)
+    return status, json.loads(got)
+
+
+def said(path, found):
+    """The text of an answer."""
+    if path == "/messages":
+        return "".join(block["text"] for block in found["content"])
+    if path == "/responses":
+        return "".join(part["text"] for item in found["output"] for part in item["content"])
+    return found["choices"][0]["message"]["content"]
+
+
+def talk(path, documents=DOCUMENTS, mark=None, between=()):
+    """A body whose user gives documents, as segments unless a mark says it, and a question."""
+    kind = "input_text" if path == "/responses" else "text"
+    if mark is None:
+        mark = SEGMENT if path == "/messages" else {"segment": True}
+    parts = [{"type": kind, "text": text} | mark for text in documents]
+    parts[1:1] = [{"type": kind, "text": text} for text in between]
+    content = [{"type": kind, "text": HEAD}, *parts, {"type": kind, "text": QUESTION}]
+    return {"input" if path == "/responses" else "messages": [{"role": "user", "content": content}]}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["special", "plain"])
+def segmented(tmp_path_factory, request):
+    path = tiny_file(tmp_path_factory.mktemp("segments"))
+    with Served(path, limits={"plain_special_tokens": request.param}, num_blocks=400) as served:
+        yield served
+
+
+def test_segments_are_those_of_the_engine(segmented):
+    """Each interface: the tokens of `segments=`, cached for each other in any order; without a mark a text as ever."""
+    alone, known, head, tail = segmented.alone, False, f"user:{HEAD}", f"{QUESTION}\nassistant:"
+    encode = segmented.engine.tokenizer.encode
+    for path in KINDS:
+        for order in ((0, 1, 2), (2, 0, 1)):
+            documents = [DOCUMENTS[number] for number in order]
+            wanted = alone.complete(tail, head=head, segments=documents, max_tokens=6, temperature=0.0)
+            status, found = sent(segmented, path, talk(path, documents))
+            assert (status, said(path, found)) == (200, wanted.text)
+            sizes = [len(encode(text).ids) for text in documents]
+            wanted = [{"tokens": size, "cached_tokens": size if known else 0} for size in sizes]
+            assert found["usage"]["segments"] == wanted
+            usage, size = found["usage"], len(encode(head + "".join(documents) + tail).ids)
+            if path == "/messages":
+                parts = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+                assert sum(usage[name] for name in parts) == size
+                assert usage["input_tokens"] >= 0
+            else:
+                assert usage["prompt_tokens" if path == KINDS[0] else "input_tokens"] == size
+            known = True
+        bare = alone.complete(tail, head=head, segments=documents, link=0, max_tokens=6, temperature=0.0)
+        assert said(path, sent(segmented, path, talk(path, documents) | {"segment_link": 0})[1]) == bare.text
+        plain = alone.complete(head + "".join(DOCUMENTS) + tail, max_tokens=6, temperature=0.0)
+        for mark in ({}, {"cache_control": {"type": "ephemeral"}}, {"segment": False}):
+            status, found = sent(segmented, path, talk(path, mark=mark))
+            assert (status, said(path, found), "segments" in found["usage"]) == (200, plain.text, False)
+
+
+def test_segments_with_samples_streams_times_and_tokens(segmented):
+    documents, path = DOCUMENTS[:2], KINDS[0]
+    more = {"n": 2, "return_token_ids": True, "logprobs": True, "prompt_cache_options": {"ttl": "5m"}}
+    _, found = sent(segmented, path, talk(path, documents) | more)
+    alone = segmented.alone.complete(
+        f"{QUESTION}\nassistant:", head=f"user:{HEAD}", segments=documents, max_tokens=6, temperature=0.0
+    )
+    assert [each["token_ids"] for each in found["choices"]] == [alone.tokens] * 2
+    whole = segmented.engine.tokenizer.encode(f"user:{HEAD}{''.join(documents)}{QUESTION}\nassistant:").ids
+    assert found["prompt_token_ids"] == whole
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    asked = {"model": MODEL, "max_tokens": 6, "temperature": 0} | talk(path, documents) | stream
+    events = [*segmented.client().chat.completions.create(**asked)]
+    text = "".join(each.choices[0].delta.content or "" for each in events if each.choices)
+    assert text == alone.text
+    assert [each["cached_tokens"] == each["tokens"] for each in events[-1].usage.segments] == [True, True]
+    marked = talk("/messages", documents)
+    marked["messages"][0]["content"][-1]["cache_control"] = {"type": "ephemeral"}
+    assert sent(segmented, "/messages", marked)[0] == 200
+    blocks = [
+        {"type": "document", "title": "T", "source": {"type": "text", "data": "one"}} | SEGMENT,
+        {"type": "search_result", "source": "S", "title": "U", "content": [{"type": "text", "text": "two"}]} | SEGMENT,
+    ]
+    blocks.append({"type": "text", "text": QUESTION})
+    _, found = sent(segmented, "/messages", {"messages": [{"role": "user", "content": blocks}]})
+    wanted = segmented.alone.complete(
+        f"{QUESTION}\nassistant:", head="user:", segments=["T\none\n", "U\nS\ntwo\n"], max_tokens=6, temperature=0.0
+    )
+    assert said("/messages", found) == wanted.text
+
+
+def test_what_excludes_segments_is_refused_by_its_name(segmented):
+    edits = {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}
+    timed = {"cache_control": SEGMENT["cache_control"] | {"ttl": "5m"}}
+    cited = [{"type": "document", "citations": {"enabled": True}, "source": {"type": "text", "data": "x"}}]
+    wrong = [
+        *((path, talk(path, between=["and"]), "expected segments that follow each other") for path in KINDS),
+        *((path, talk(path, [" \n"]), "expected a text in each segment") for path in KINDS),
+        (KINDS[0], talk(KINDS[0], mark={"segment": 1}), "segment: expected"),
+        (KINDS[0], talk(KINDS[0]) | edits, "context_management: expected none beside segments"),
+        ("/messages", talk("/messages") | edits, "context_management: expected none beside segments"),
+        ("/messages", talk("/messages", mark=timed), "cache_control: expected no ttl"),
+        ("/messages", talk("/messages") | SEGMENT, "cache_control: expected the scope"),
+        ("/messages", talk("/messages") | {"system": [{"type": "text", "text": "x"} | SEGMENT]}, "system: expected"),
+        ("/messages", {"messages": [
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "3"} | SEGMENT]}
+        ]}, "cache_control: expected the scope"),
+        ("/messages", {"messages": [
+            *TALK, {"role": "assistant", "content": [{"type": "text", "text": "x", "segment": True}]}, *TALK
+        ]}, "messages: expected segments among the parts"),
+        ("/messages", {"messages": [{"role": "user", "content": cited}]}, "citations: expected none"),
+        (KINDS[0], talk(KINDS[0], [DOCUMENTS[0]] * 257), "expected at most 256 segments"),
+        ("/cache/hints", talk(KINDS[0]) | {
+            "nvext": {"agent_hints": {"speculative_prefill": True}}
+        }, "expected no segments in hints"),
+    ]
+    for path, body, why in wrong:
+        given = {"model": MODEL, **body} if path == "/cache/hints" else body
+        status, found = sent(segmented, path, given)
+        assert (status, why in found["error"]["message"]) == (400, True), (path, why, found)
+
+
+def test_segments_stand_in_the_text_as_they_are():
+    """Or are refused: where a template trims, counts or orders texts, nothing is guessed."""
+    talk = [TALKS[0], {"role": "user", "content": " one two \nthree"}]
+    spans = (SegmentSpan(1, 0, 4), SegmentSpan(1, 4, 10), SegmentSpan(1, 10, 15))
+    for template in (WRITTEN["as it is"][0], WRITTEN["in capitals"][0]):
+        found, count, _ = text_of(template, (), talk, segments=spans)
+        cut = [found.text[start:stop].lower() for start, stop in pairwise(found.cuts)]
+        assert (cut, count) == ([" one", " two \n", "three"], 2)
+    changed = [CHANGED[name] for name in ("counted", "cut", "in another order")]
+    for template in (*changed, WRITTEN["trimmed"][0], "{{ messages[0].content }}"):
+        with pytest.raises(ValueError, match="messages: expected a chat template that writes segments as they are"):
+            text_of(template, (), talk, segments=spans)
+    apart = (SegmentSpan(0, 0, 3), SegmentSpan(1, 0, 4))
+    with pytest.raises(ValueError, match="messages: expected segments that follow each other"):
+        text_of(body_of("{{ m.role }}:{{ m.content }};"), (), talk, segments=apart)
+
+
+def test_a_network_with_windows_has_no_segments(tmp_path):
+    path = tiny_file(tmp_path)
+    engine = BatchEngine.from_pretrained(GOLDEN / "gemma3", num_blocks=64)
+    engine._text = BatchEngine.from_pretrained(path, num_blocks=64)._text
+    model = ServedModel(engine, MODEL)
+    made = model.complete({"model": MODEL, "max_tokens": 1} | talk(KINDS[0]), None, chat=True)
+    with pytest.raises(ValueError, match="segments: expected None with layers that have a window"):
+        model.queued(made, Threads(), 9.0)
