@@ -247,7 +247,7 @@ class PrefixCachedEngine(ChatEngine):
             as `complete`.
         """
         self._check_cache()
-        hash(namespace)
+        expect_own(namespace)
         placed = self._requests.new.placed([0], None, Documents(head, segments, 0))
         if self._sequence.settings.expect(placed.prefix) is None:
             return []

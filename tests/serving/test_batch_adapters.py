@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from hashlib import blake2b
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from kvcache.errors import InvalidOperationError
 from kvcache.policies import ExpectedAttention
 from kvcache.prefix.events.kv_events import KvEvents
 from kvcache.saved.namespaces import encode_namespace
+from kvcache.texts.behind import space_behind
 from kvcache.texts.text_adapter import is_adapted
 
 pytestmark = pytest.mark.one_build
@@ -177,8 +179,19 @@ def test_prefixes_are_shared_by_the_numbers_of_an_adapter(network, tmp_path):
     assert {*counts} == {None, "of a", "of b", "of None"}
     assert not any(is_adapted(name) for name in counts)
     assert counts["of a"].cached_tokens == 48
-    with pytest.raises(ValueError, match="namespace: expected none that a prefix or an adapter names"):
-        later.submit(prompt, namespace=("with an adapter", adapters["a"].digest, None))
+
+
+def test_no_namespace_of_a_caller_is_that_of_an_adapter_or_of_a_prefix(network):
+    engine, cached = BatchEngine(network, num_blocks=20), PrefixCachedEngine(InferenceEngine(network), 20)
+    calls = [
+        partial(engine.submit, STEM), partial(engine.generate_batch, [STEM]), partial(engine.prepare, [STEM]),
+        partial(engine.hint, "pin", STEM), partial(cached.generate, STEM), partial(cached.stream, STEM),
+        partial(cached.complete, STEM), partial(cached.prepare, [STEM]), partial(cached.hint, "release", STEM),
+    ]
+    for name in (("with an adapter", b"", None), space_behind(b"", None), space_behind(b"", None, parts=True)):
+        for call in calls:
+            with pytest.raises(ValueError, match="namespace: expected none that a prefix or an adapter names"):
+                call(namespace=name)
 
 
 def test_an_activated_adapter_shares_what_is_before_its_invocation(network):
@@ -374,8 +387,6 @@ def test_hints_are_about_the_texts_of_their_adapter(network):
     for call in (engine.hint, PrefixCachedEngine(InferenceEngine(network, adapters=adapters), 40).hint):
         with pytest.raises(ValueError, match="adapter: expected one of"):
             call("release", STEM, adapter="none")
-        with pytest.raises(ValueError, match="namespace: expected none that a prefix or an adapter names"):
-            call("release", STEM, namespace=("with an adapter", adapters["a"].digest, None))
     cached = PrefixCachedEngine(InferenceEngine(network, adapters=adapters), 40)
     for name in ("a", "b"):
         cached.generate(STEM, GREEDY, adapter=name, max_tokens=1)
