@@ -260,7 +260,7 @@ class Bench:
             self._client.ask(self._connected, talk, edits)
         seconds = perf_counter() - began
         firsts = [request.works[0] for request in self._seen.requests]
-        prompt = sum(work.base + work.num_prompt for work in firsts)
+        prompt = sum(work.whole_prompt for work in firsts)
         computed = self._engine.stats().prefilled_tokens - before
         return Row(moment, len(talks), seconds, prompt, computed)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncio import CancelledError
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 
 from anyio import create_task_group, move_on_after
@@ -99,7 +100,7 @@ class HttpAnswer:
         """Send the answer when it has ended: as one piece with a length, or in pieces as they are made."""
         try:
             for request in self.requests:
-                await request.at_each_step(lambda request=request: not request.is_finished)  # type: ignore[misc]
+                await request.at_each_step(partial(_is_running, request))
                 self._raise_error(request)
             timed = any(work.reason == "deadline" for request in self.requests for work in request.works)
             answer = await WholeAnswer.begun(self._answer, self._threads, TIMED_OUT if timed else None)
@@ -234,6 +235,10 @@ class WholeAnswer:
 
 async def _next(made: Iterator[bytes], threads: Threads) -> bytes | None:
     return await run_sync(next, made, None, limiter=threads.answers)
+
+
+def _is_running(request: EngineRequest) -> bool:
+    return not request.is_finished
 
 
 def _is_unloaded(work: Work) -> bool:

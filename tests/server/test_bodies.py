@@ -239,9 +239,9 @@ def test_json_is_written_piece_by_piece():
 def test_a_piece_takes_milliseconds():
     """No piece of an answer with 300,000 log-probabilities holds the interpreter for long."""
     tokens, top, texts = [ord("a")] * 16_000, range(97, 117), TokenTexts(Bytes())
-    worst, last = 0.0, time.perf_counter()
+    worst, last = 0.0, time.thread_time()  # which does not pass while others have the CPU
     for _ in pieces(of_chat(texts, tokens, found(tokens, top))):
-        worst, last = max(worst, time.perf_counter() - last), time.perf_counter()
+        worst, last = max(worst, time.thread_time() - last), time.thread_time()
     assert worst < 0.25
 
 

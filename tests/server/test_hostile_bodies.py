@@ -66,13 +66,21 @@ TALKS = st.lists(
     max_size=4,
 ) | VALUES
 
+CLEARING = {"type": "clear_tool_uses_20250919", "trigger": {"type": "input_tokens", "value": 1}}
+CLEARING |= {"keep": {"type": "tool_uses", "value": 0}}
+EDITS = st.fixed_dictionaries({"edits": st.lists(
+    item(**CLEARING, clear_tool_inputs=True) | st.just(CLEARING) | st.just(CLEARING | {"kvcache_mode": "mask"})
+    | item(type="clear_thinking_20251015", keep={"type": "thinking_turns", "value": 1}), max_size=2,
+)})
+
 
 def bodies(names, **known):
     """Bodies with some of the fields of an interface, of any values."""
     some = st.dictionaries(st.sampled_from(sorted(names)), VALUES, max_size=4)
     whole = st.fixed_dictionaries({"model": st.just(MODEL), **known})
-    tools = st.fixed_dictionaries({}, optional={"tools": st.just([TOOL]) | st.lists(VALUES, max_size=2)})
-    return st.tuples(some, tools, whole).map(lambda parts: {**parts[0], **parts[1], **parts[2]})
+    other = {"tools": st.just([TOOL]) | st.lists(VALUES, max_size=2), "context_management": EDITS}
+    others = st.fixed_dictionaries({}, optional={name: other[name] for name in other if name in ("tools", *names)})
+    return st.tuples(some, others, whole).map(lambda parts: {**parts[0], **parts[1], **parts[2]})
 
 
 @pytest.fixture(scope="module", params=[False, True])
@@ -86,7 +94,7 @@ def expect_tokens_or_a_message(prompts, make):
     try:
         (prompt,) = prompts.of(make(prompts._engine.sampling_params))
         assert len(prompt.tokens) >= len(prompt.own) > 0
-        assert all(0 < stop <= len(prompt.tokens) for stop, _ in prompt.kept or ())
+        assert all(0 < stop <= len(prompt.own) for stop, _ in prompt.kept or ())
     except (TypeError, ValueError, HTTPException) as error:
         name, found, _ = str(error).partition(": expected")
         assert found, error
@@ -94,7 +102,7 @@ def expect_tokens_or_a_message(prompts, make):
 
 
 @given(body=bodies(["tool_choice", "parallel_tool_calls", "reasoning_effort", "reasoning", "thinking",
-                    "verbosity", "chat_template_kwargs",
+                    "verbosity", "chat_template_kwargs", "context_management",
                     "response_format", "stop", "n", "logprobs", "max_tokens", "cache_salt"], messages=TALKS))
 def test_chats(prompts, body):
     expect_tokens_or_a_message(prompts, lambda defaults: asked_of_completion(body, True, defaults))
