@@ -42,17 +42,21 @@ static size_t thread_bytes(const kvc_attend_args *args, kvc_sparse_args *sparse)
     return align64((size_t)floats * sizeof(float));
 }
 
-/* Entries of the list of pages of one query and KV head; 0: items choose where they attend. */
+/* Lists of pages that a call may have: one of each query and KV head. */
+static int64_t num_lists(const kvc_attend_args *args) {
+    int64_t queries = 0;
+    for (int64_t i = 0; i < args->num_seqs; i++) queries += args->seqs[i].num_queries;
+    return queries * args->layout->num_heads;
+}
+
+/* Entries of one list; 0: items choose where they attend. */
 static int64_t list_stride(const kvc_attend_args *args, const kvc_sparse_args *sparse) {
+    if (!args->spill || sparse->listed) return 0;
     const int64_t stride = KVC_SPARSE_NEWEST / KVC_PAGE + 3 + kvc_num_chosen(sparse) + KVC_CHUNK;
-    int64_t lists = 0;
-    for (int64_t i = 0; i < args->num_seqs; i++) lists += args->seqs[i].num_queries * args->layout->num_heads;
-    return args->spill && !sparse->listed && lists * stride <= MOST_LISTED ? stride : 0;
+    return num_lists(args) * stride <= MOST_LISTED ? stride : 0;
 }
 static size_t lists_bytes(const kvc_attend_args *args, const kvc_sparse_args *sparse) {
-    int64_t lists = 0;
-    for (int64_t i = 0; i < args->num_seqs; i++) lists += args->seqs[i].num_queries * args->layout->num_heads;
-    return align64((size_t)(lists * list_stride(args, sparse)) * sizeof(int32_t));
+    return align64((size_t)(num_lists(args) * list_stride(args, sparse)) * sizeof(int32_t));
 }
 
 /* The next sequences, from `from` on, that have queries of the first kind: returns the first one, and *stop. */

@@ -29,6 +29,12 @@
 #include <time.h>
 #include <unistd.h>
 
+#ifdef __linux__
+#define GIVE_BACK MADV_DONTNEED
+#else
+#define GIVE_BACK MADV_FREE /* there MADV_DONTNEED leaves pages in memory */
+#endif
+
 enum {
     MOST_THREADS = 64,
     REQUEST_BYTES = 128 << 10, /* of neighbours that are read or written together, at most */
@@ -136,7 +142,7 @@ static void give_memory(kvc_spill *s, int64_t unit) {
     s->units[unit].state &= (unsigned char)~TAKEN;
     if (first < 0) return;
     s->stats.resident -= (stop - first) * (int64_t)s->page; /* those in between are its own */
-    madvise(s->arena + (size_t)first * s->page, (size_t)(stop - first) * s->page, MADV_DONTNEED);
+    madvise(s->arena + (size_t)first * s->page, (size_t)(stop - first) * s->page, GIVE_BACK);
 }
 
 /* ---- The order of leaving, and the queues. */

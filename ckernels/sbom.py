@@ -1,13 +1,13 @@
 """The bill of materials of a wheel: CycloneDX 1.6, in `.dist-info/sboms` (PEP 770). It has no date: builds repeat."""
 
 import json
-import os
 import subprocess
-import sysconfig
 from importlib.metadata import version
 from pathlib import Path
 
 from setuptools.command.bdist_wheel import bdist_wheel
+
+from ckernels.levels import compiler_of_kernels
 
 PACKAGE = "pkg:pypi/"
 
@@ -19,10 +19,9 @@ def part(name, number, what, licence, kind="library", **more):
 
 
 def compiler():
-    """The first line that the C compiler says of itself; "unknown" if it says nothing."""
-    command = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
+    """The first line that the compiler of the kernels says of itself; "unknown" if it says nothing."""
     try:
-        said = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
+        said = subprocess.run([*compiler_of_kernels(), "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return next(iter(said.splitlines()), "unknown")

@@ -24,6 +24,13 @@ __all__ = ["Spill"]
 
 cdef int SLOT = 4096         # bytes: direct requests are of whole ones
 cdef int THREADS = 16        # that read and write: as many requests are in flight
+cdef dict REASONS = {        # of faults; {}: what the system says
+    KVC_READ_FAULT: "a file that can be read, got {}",
+    KVC_SHORT_FAULT: "all bytes that were written, got a shorter file",
+    KVC_CHECKSUM_FAULT: "the bytes that were written, got others",
+    KVC_FULL_FAULT: "room for it in memory or in the file, got {}",
+    KVC_FORK_FAULT: "the process that made the cache, got a child of it",
+}
 
 
 @cython.no_gc_clear    # the threads end before the memory and the file
@@ -39,6 +46,7 @@ cdef class Spill:
 
     Raises:
         PermissionError, OSError: of the folder.
+        ValueError: more blocks of layers than the records count.
         MemoryError: no memory for the records.
     """
 
@@ -46,14 +54,14 @@ cdef class Spill:
                   int32_t num_blocks):
         cdef int32_t layer
         cdef size_t[::1] sizes
+        if <int64_t>layouts.num_layers * num_blocks >= 2**31:
+            raise ValueError(f"num_blocks: expected at most {2**31 // max(1, layouts.num_layers) - 1} with spill, "
+                             f"got {num_blocks}")
         self.folder, self.limit, self.memory = os.path.abspath(os.fspath(folder)), limit, memory
         self.file = open_spill_file(self.folder)
         sizes = np.empty(layouts.num_layers + 1, np.uintp)
         for layer in range(layouts.num_layers):
             sizes[layer] = layouts.of[layer].block_bytes
-        if <int64_t>layouts.num_layers * num_blocks >= 2**31:
-            raise ValueError(f"num_blocks: expected at most {2**31 // max(1, layouts.num_layers) - 1} with spill, "
-                             f"got {num_blocks}")
         self.c = kernels.spill_open(self.file.fd, memory.bytes, layouts.num_layers, &sizes[0], num_blocks,
                                     layouts.first.block_size, limit, SLOT, THREADS)
         if self.c == NULL:
@@ -122,7 +130,8 @@ cdef class Spill:
         kernels.take_fault(self.c, &fault)
         if fault.kind == KVC_NO_FAULT:
             return 0
-        raise SpillError(self.folder, fault.layer, fault.block, _reason(fault.kind, fault.code))
+        reason = REASONS[fault.kind].format(os.strerror(fault.code))
+        raise SpillError(self.folder, fault.layer, fault.block, reason)
 
     cdef void forget_faults_(self) noexcept nogil:
         cdef kvc_fault fault
@@ -135,16 +144,3 @@ cdef class Spill:
         if error:
             raise SpillError(self.folder, -1, -1, f"a file that takes more, got {os.strerror(error)}")
         return 0
-
-
-cdef str _reason(int kind, int code):
-    if kind == KVC_READ_FAULT:
-        return f"a file that can be read, got {os.strerror(code)}"
-    if kind == KVC_SHORT_FAULT:
-        return "all bytes that were written, got a shorter file"
-    if kind == KVC_CHECKSUM_FAULT:
-        return "the bytes that were written, got others"
-    if kind == KVC_FULL_FAULT:
-        return f"room for it in memory or in the file, got {os.strerror(code)}"
-    assert kind == KVC_FORK_FAULT
-    return "the process that made the cache, got a child of it"

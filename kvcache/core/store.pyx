@@ -272,13 +272,17 @@ cdef class BlockStore:
         """The packed bytes of a block in range, one uint8 array `(layer_bytes[layer],)` per layer: a copy."""
         cdef kvc_run run = kvc_run(<int32_t>block, 0, 0)
         cdef cnp.ndarray copied
+        cdef unsigned char *target
+        cdef size_t size
         cdef int64_t layer
         copies = []
         for layer in range(self.num_layers):
             copied = np.empty(self.layouts.of[layer].block_bytes, np.uint8)
-            self.hold_(layer, &run, 1, KVC_TO_READ)
-            memcpy(cnp.PyArray_DATA(copied), self.layer_base_(layer) + block * copied.shape[0], copied.shape[0])
-            self.release_(layer, &run, 1, KVC_TO_READ)
+            target, size = <unsigned char *>cnp.PyArray_DATA(copied), self.layouts.of[layer].block_bytes
+            with nogil:
+                self.hold_(layer, &run, 1, KVC_TO_READ)
+                memcpy(target, self.layer_base_(layer) + block * size, size)
+                self.release_(layer, &run, 1, KVC_TO_READ)
             copies.append(copied)
         self.expect_good_()
         return copies
@@ -287,12 +291,16 @@ cdef class BlockStore:
         """The inverse of `page`, of arrays of these sizes; any bytes are safe to read and to attend over."""
         cdef kvc_run run = kvc_run(<int32_t>block, 0, 0)
         cdef cnp.ndarray array
+        cdef const unsigned char *source
+        cdef size_t size
         cdef int64_t layer
         for layer in range(self.num_layers):
             array = arrays[layer]
-            self.hold_(layer, &run, 1, KVC_TO_REPLACE)
-            memcpy(self.layer_base_(layer) + block * array.shape[0], cnp.PyArray_DATA(array), array.shape[0])
-            self.release_(layer, &run, 1, KVC_TO_REPLACE)
+            source, size = <const unsigned char *>cnp.PyArray_DATA(array), self.layouts.of[layer].block_bytes
+            with nogil:
+                self.hold_(layer, &run, 1, KVC_TO_REPLACE)
+                memcpy(self.layer_base_(layer) + block * size, source, size)
+                self.release_(layer, &run, 1, KVC_TO_REPLACE)
         self.written_slots[block] = <uint16_t>self.layout.block_size
         self.forget_(<int32_t>block, 0, self.layout.block_size)
 

@@ -11,6 +11,7 @@ from libc.math cimport INFINITY
 from libc.stdint cimport int64_t, uint64_t
 
 from kvcache.kernels cimport kernels
+from kvcache.support.arguments cimport is_plain
 
 from kvcache.support.arguments import described
 
@@ -179,13 +180,20 @@ def merge_parts(starts, chosen, parts, logs, mixed, masses):
         chosen: int64; no row twice. The first one of each row of `mixed` is written to.
         parts, logs: float32 `(m, heads, dim)`, and the log-sum-exps `(m, heads)`.
         mixed, masses: float32 `(n, heads, dim)` and `(n, heads)`, written.
+
+    Raises:
+        ValueError: another kind, shapes that do not agree, numbers out of range.
     """
+    for name, given, kind, axes in (
+        ("starts", starts, cnp.NPY_INT64, 1), ("chosen", chosen, cnp.NPY_INT64, 1),
+        ("parts", parts, cnp.NPY_FLOAT32, 3), ("logs", logs, cnp.NPY_FLOAT32, 2),
+        ("mixed", mixed, cnp.NPY_FLOAT32, 3), ("masses", masses, cnp.NPY_FLOAT32, 2),
+    ):
+        if not is_plain(given, kind, axes) or (kind == cnp.NPY_FLOAT32 and not cnp.PyArray_ISWRITEABLE(given)):
+            what = "int64" if kind == cnp.NPY_INT64 else "writeable float32"
+            raise ValueError(f"{name}: expected C-contiguous {what}, axes: {axes}, got {described(given)}")
     cdef cnp.ndarray ends = starts, rows = chosen, a = parts, la = logs, b = mixed, lb = masses
     cdef int64_t i, n, m, last = 0
-    if not (_is_plain(ends, cnp.NPY_INT64, 1) and _is_plain(rows, cnp.NPY_INT64, 1)
-            and _is_plain(a, cnp.NPY_FLOAT32, 3) and _is_plain(la, cnp.NPY_FLOAT32, 2)
-            and _is_plain(b, cnp.NPY_FLOAT32, 3) and _is_plain(lb, cnp.NPY_FLOAT32, 2)):
-        raise ValueError(f"parts: expected contiguous arrays of int64 and float32, got {described(a)}")
     n, m = b.shape[0], a.shape[0]
     if (ends.shape[0] != n + 1 or a.shape[1] != b.shape[1] or a.shape[2] != b.shape[2] or la.shape[0] != m
             or la.shape[1] != a.shape[1] or lb.shape[0] != n or lb.shape[1] != a.shape[1]):
@@ -245,10 +253,6 @@ def product(a, b):
         kernels.product(left.shape[0], left.shape[1], right.shape[1], <const double *>cnp.PyArray_DATA(left),
                         <const double *>cnp.PyArray_DATA(right), <double *>cnp.PyArray_DATA(out))
     return out
-
-
-cdef bint _is_plain(cnp.ndarray array, int kind, int axes) noexcept:
-    return cnp.PyArray_TYPE(array) == kind and array.ndim == axes and cnp.PyArray_ISCARRAY_RO(array)
 
 
 cdef double _sum_of(const double *x, int64_t n) noexcept nogil:

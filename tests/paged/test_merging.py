@@ -149,11 +149,14 @@ def test_parts_that_do_not_fit_are_refused(rng):
     parts, logs = np.zeros((2, 3, 4), np.float32), np.zeros((2, 3), np.float32)
     good = [starts, chosen, parts, logs, parts.copy(), logs.copy()]
     merge_parts(*good)
+    kept = parts.copy()
+    kept.flags.writeable = False
     for place, wrong, words in (
         (0, starts[:2], "shapes that agree"), (0, np.array([0, 2, 1]), "starts"), (0, np.array([1, 1, 2]), "starts"),
         (0, np.array([0, 1, 1]), "starts"), (0, starts.astype(np.int32), "contiguous"), (1, np.array([2, 0]), "chosen"),
         (1, np.array([-1, 0]), "chosen"), (2, parts.astype(np.float64), "contiguous"), (3, logs[:1], "shapes"),
-        (4, parts[:, :2].copy(), "shapes"), (5, logs.T, "contiguous"),
+        (4, parts[:, :2].copy(), "shapes"), (5, logs.T, "masses"), (5, None, "masses: .* NoneType"),
+        (2, kept, "parts: .* writeable"), (4, kept, "mixed: .* writeable"),
     ):
         with pytest.raises(ValueError, match=words):
             merge_parts(*[wrong if i == place else each for i, each in enumerate(good)])
