@@ -9,6 +9,7 @@ sees the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain as chained
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ class EditMasks:
         """
         answer = next((i for i in range(point - 1, -1, -1) if self._messages[i].get("role") == "assistant"), 0)
         later, earlier = range(answer + 1, point), range(answer, -1, -1)
-        tried = [(answer, -1), *((number, 0) for number in later), *((number, -1) for number in earlier)]
+        tried = chained([(answer, -1)], ((number, 0) for number in later), ((number, -1) for number in earlier))
         places = (text_place(self._messages[number], number, end) for number, end in tried)
         return next(place for place in places if place is not None)
 
@@ -90,7 +91,7 @@ class EditMasks:
         found: Chain = []
         for at, spans in self._edits:
             cleared = [(counts[start], counts[stop]) for start, stop in spans if counts[start] < counts[stop]]
-            if not cleared:
+            if not cleared or num_tokens < 2:
                 continue
             before = found[-1][0] if found else 0
             place = min(max(before, counts[at], *(stop for _, stop in cleared)), num_tokens - 1)

@@ -7,6 +7,7 @@ and of their numbers of tokens alone, so a conversation that is sent again has t
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -278,13 +279,13 @@ def clearings(messages: Messages, edit: ToolClearing, measure: Measure, *, each:
     sizes = seen_uses = [seen for _, seen, _ in steps]
     if not edit.counts_uses or (each and len(steps) > _FREE):
         sizes = measure.before(messages, [point for point, _, _ in steps])
-    tokens = _UseTokens(messages, edit, measure)
+    tokens = _UseTokens(messages, edit, measure, [uses[number] for number in free])
     found, count = list[Clearing](), 0
     for (point, _, able), size, seen in zip(steps, sizes, seen_uses, strict=True):
-        new = [uses[number] for number in free[count:able]]
         least = max(edit.at_least, size // _FREE if each and len(found) >= _FREE else 0)
-        if new and (seen if edit.counts_uses else size) > edit.trigger and (not least or tokens.of(new) >= least):
-            found.append(Clearing(point, new))
+        is_due = able > count and (seen if edit.counts_uses else size) > edit.trigger
+        if is_due and (not least or tokens.between(count, able) >= least):
+            found.append(Clearing(point, [uses[number] for number in free[count:able]]))
             count = able
     return found
 
@@ -292,18 +293,17 @@ def clearings(messages: Messages, edit: ToolClearing, measure: Measure, *, each:
 class _UseTokens:
     """Counts the tokens of texts that leave with uses, less those of the texts in their places; each use once."""
 
-    def __init__(self, messages: Messages, edit: ToolClearing, measure: Measure) -> None:
-        self._messages, self._edit, self._measure = messages, edit, measure
+    def __init__(self, messages: Messages, edit: ToolClearing, measure: Measure, uses: Sequence[ToolUse]) -> None:
+        self._messages, self._edit, self._measure, self._uses = messages, edit, measure, uses
         self._instead = 0 if edit.mask else measure.text(CLEARED)
-        self._known: dict[int, int] = {}  # by the number of the result
+        self._sums = [0]  # of the first uses, by their number
 
-    def of(self, uses: Sequence[ToolUse]) -> int:
-        """The tokens of some uses."""
-        for use in uses:
-            if use.result not in self._known:
-                texts = _texts(self._messages, use, self._edit)
-                self._known[use.result] = sum(map(self._measure.text, texts)) - self._instead
-        return sum(self._known[use.result] for use in uses)
+    def between(self, start: int, stop: int) -> int:
+        """The tokens of some of the uses."""
+        for use in self._uses[len(self._sums) - 1 : stop]:
+            own = sum(map(self._measure.text, _texts(self._messages, use, self._edit))) - self._instead
+            self._sums.append(self._sums[-1] + own)
+        return self._sums[stop] - self._sums[start]
 
 
 def _texts(messages: Messages, use: ToolUse, edit: ToolClearing) -> Iterator[str]:
@@ -319,18 +319,20 @@ def _texts(messages: Messages, use: ToolUse, edit: ToolClearing) -> Iterator[str
 
 def _tool_uses(messages: Messages) -> list[ToolUse]:
     """The uses of tools that have a result, in the order of these. A result without an id is that of the next call."""
-    found, waiting = list[ToolUse](), list[tuple[Any, str, tuple[int, int]]]()
+    found, waiting, places = list[ToolUse](), OrderedDict[int, tuple[str, tuple[int, int]]](), dict[str, deque[int]]()
     for number, message in enumerate(messages):
         if message.get("role") == "tool":
-            id = message.get("tool_call_id")
-            place = next((i for i, (own, _, _) in enumerate(waiting) if own == id), 0)
-            _, name, call = waiting.pop(place) if waiting else (None, "", None)
+            own = places.get(repr(message.get("tool_call_id")), deque())
+            while own and own[0] not in waiting:  # a result without an id has taken it
+                own.popleft()
+            name, call = waiting.pop(own[0] if own else next(iter(waiting))) if waiting else ("", None)
             found.append(ToolUse(name or str(message.get("name") or ""), number, call))
         elif isinstance(calls := message.get("tool_calls"), list):
-            waiting = [
-                (call.get("id"), str(_function_of(call).get("name") or ""), (number, place))
-                for place, call in enumerate(calls) if isinstance(call, dict)
-            ]
+            waiting, places = OrderedDict(), {}
+            for place, each in enumerate(calls):
+                if isinstance(each, dict):
+                    waiting[place] = str(_function_of(each).get("name") or ""), (number, place)
+                    places.setdefault(repr(each.get("id")), deque()).append(place)
     return found
 
 
@@ -341,14 +343,17 @@ def _function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _without_uses(messages: Messages, uses: Sequence[ToolUse], edit: ToolClearing) -> Messages:
     """The messages with a placeholder for each result of some uses, and perhaps without the arguments of the calls."""
-    found = [*messages]
+    found, calls = [*messages], dict[int, list[Any]]()  # the calls of messages, copied once
     for use in uses:
         found[use.result] = found[use.result] | {"content": CLEARED}
         if use.call is not None and edit.clears_input(use.name):
             number, place = use.call
-            calls = [*found[number]["tool_calls"]]
-            calls[place] = with_arguments(calls[place], lambda given: "{}" if isinstance(given, str) else {})
-            found[number] = found[number] | {"tool_calls": calls}
+            if number not in calls:
+                calls[number] = [*messages[number]["tool_calls"]]
+            own = calls[number]
+            own[place] = with_arguments(own[place], lambda given: "{}" if isinstance(given, str) else {})
+    for number, own in calls.items():
+        found[number] = found[number] | {"tool_calls": own}
     return found
 
 

@@ -6,7 +6,6 @@ An activated adapter (Greenewald et al., "Activated LoRA", 2025) does so from it
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -29,6 +28,7 @@ PROJECTIONS = {
 }
 _TYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 _MOST_TOKENS = 4096  # of an invocation
+_MOST_SCALE = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +79,8 @@ class Adapter:
     digest: bytes = field(init=False, default=b"")
 
     def __post_init__(self) -> None:
-        found = {key: _checked(key, self.matrices[key]) for key in sorted(self.matrices, key=_place)}
+        keys = sorted(self.matrices, key=_place)
+        found = {(int(key[0]), str(key[1])): _checked(key, self.matrices[key]) for key in keys}
         if not found:
             raise ValueError("matrices: expected those of a projection or more, got none")
         tokens = None if self.invocation_tokens is None else _tokens(self.invocation_tokens)
@@ -151,8 +152,8 @@ def _checked(key: tuple[int, str], given: LowRank) -> LowRank:
         expected = f"b of {given.a.dtype} (out, {len(given.a)}), as many columns as a has rows"
         raise ValueError(f"{name}: expected {expected}, got {described(given.b)}")
     scale = float(given.scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"{name}.scale: expected a finite number, got {short(given.scale)}")
+    if not abs(scale) <= _MOST_SCALE:
+        raise ValueError(f"{name}.scale: expected a finite number that f32 can hold, got {short(given.scale)}")
     own = [part.copy(order="C") for part in (given.a, given.b)]
     for part in own:
         part.flags.writeable = False

@@ -44,6 +44,7 @@ class SeenPart:
         offset: how far these stand further on in the request than in their own text.
         behind: what the cached text stands behind; None: nothing.
         since: the first token of the text, by its index, that sees the part; those before it stand before the part.
+        ends: the positions in the request of the first and the last token that are seen.
     """
 
     tokens: Tokens
@@ -51,6 +52,7 @@ class SeenPart:
     offset: int = 0
     behind: SeenParts | None = None
     since: int = 0
+    ends: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         ends = [0, *(end for pair in self.ranges for end in pair), len(self.tokens)]
@@ -61,6 +63,8 @@ class SeenPart:
             )
         if self.offset < 0 or self.since < 0:
             raise ValueError(f"offset: expected offset and since of 0 or more, got {self.offset} and {self.since}")
+        first, last = self._places[[self.ranges[0][0], self.ranges[-1][1] - 1]].tolist()
+        object.__setattr__(self, "ends", (first + self.offset, last + self.offset))
 
     @property
     def key(self) -> TextKey:
@@ -88,6 +92,8 @@ class SeenPart:
 
     def without(self, spans: Ranges) -> SeenPart | None:
         """The part without the tokens at positions `[start, stop)` of the request; None: nothing is left."""
+        if all(stop <= self.ends[0] or self.ends[1] < start for start, stop in spans):
+            return self
         positions = self._places + self.offset
         seen = np.zeros(len(self.tokens), bool)
         seen[self.indices] = True
@@ -122,7 +128,7 @@ class SeenParts:
         if len(self.places) > self.num_tokens or (np.diff(self.places, prepend=-1, append=self.num_tokens) <= 0).any():
             raise ValueError(f"places: expected ascending ones below {self.num_tokens}, got {self.places.tolist()}")
         for part in self.parts:
-            last = int(part.positions[-1])
+            last = part.ends[1]
             sees = int(self.places[part.since]) if part.since < len(self.places) else self.num_tokens
             if part.since > len(self.places) or last >= sees:
                 raise ValueError(f"parts: expected tokens before position {sees}, which sees them, got one at {last}")
@@ -133,12 +139,8 @@ class SeenParts:
             digest.update(np.array(sizes, np.int64).tobytes() + part.tokens.astype("<u4").tobytes() + ranges.tobytes())
             digest.update(b"" if part.behind is None else part.behind.name)
         digest.update(np.array([len(self.parts), self.num_tokens, *self.places], np.int64).tobytes())
-        found: dict[TextKey, SeenPart] = {}
-        for part in self.parts:
-            for each in (*(() if part.behind is None else part.behind.texts), part):
-                found.setdefault(each.key, each)
         object.__setattr__(self, "name", digest.digest())
-        object.__setattr__(self, "texts", tuple(found.values()))
+        object.__setattr__(self, "texts", _texts_of(self.parts))
         object.__setattr__(self, "sinces", np.array([part.since for part in self.parts], np.int64))
         object.__setattr__(self, "offsets", np.array([part.offset for part in self.parts], np.int64))
 
@@ -180,7 +182,7 @@ class SeenParts:
             before: what the text so far stands behind: the value of the edit before. None: it is the first.
         """
         cleared = tuple((int(start), int(stop)) for start, stop in spans)
-        parts = [] if before is None else [replace(each, since=0) for each in before.parts]
+        parts = [] if before is None else [replace(each, since=0) if each.since else each for each in before.parts]
         if len(tokens):
             parts.append(SeenPart(tokens, ((0, len(tokens)),), 0, before))
         left = [found for each in parts if (found := each.without(cleared)) is not None]
@@ -208,6 +210,24 @@ class SeenParts:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_seen} of {self.num_tokens} tokens, in {len(self.parts)} parts)"
+
+
+def _texts_of(parts: Sequence[SeenPart]) -> tuple[SeenPart, ...]:
+    """The texts of parts and those behind which they stand, each before those behind it, without repetitions.
+
+    What the last part stands behind comes first: in a chain of edits it has all that the others stand behind.
+    """
+    found, known = dict[TextKey, SeenPart](), {b""}  # the names of those all of whose texts are found
+    behind = [part.behind for part in (*parts[-1:], *parts)]
+    for seen, part in zip(behind, (None, *parts), strict=False):
+        if seen is not None and seen.name not in known:
+            known.add(seen.name)
+            for each in seen.texts:
+                found.setdefault(each.key, each)
+                known.add(b"" if each.behind is None else each.behind.name)
+        if part is not None:
+            found.setdefault(part.key, part)
+    return tuple(found.values())
 
 
 def _ranges_of(seen: NDArray[np.bool_]) -> Ranges:

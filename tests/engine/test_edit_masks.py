@@ -77,6 +77,7 @@ def test_a_result_without_a_text_is_none_to_mask(engine):
     assert masks.chain([5, 9, 9], 30) == [(9, [(5, 9)])]
     assert masks.chain([9, 9, 9], 30) == [], "a span of no token"
     assert masks.chain([5, 9, 9], 9) == [(8, [(5, 9)])], "the last token runs"
+    assert masks.chain([0, 1, 1], 1) == [], "a prompt of one token has nothing behind an edit"
 
 
 def test_a_template_that_changes_results_has_no_masks(tmp_path):

@@ -121,6 +121,46 @@ def test_results_belong_to_calls_by_their_ids():
     assert cleared(found) == [0, 2], "without ids by their order"
 
 
+class CountedId(str):
+    """An id that counts how often it is compared."""
+
+    compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other):
+        CountedId.compared += 1
+        return str.__eq__(self, other)
+
+
+def test_results_of_many_calls_are_found_without_a_search():
+    """Each has its own result, whatever their order is: ids are not compared one by one."""
+    names = ["a", "b"] * 300
+    calls = [call(CountedId(f"c{number}"), name) for number, name in enumerate(names)]
+    results = [result(CountedId(f"c{number}"), 1) for number in reversed(range(len(names)))]
+    messages = [{"role": "user", "content": "go"}, said("", *calls), *results]
+    CountedId.compared = 0
+    found = clearings(messages, ToolClearing(-1, keep=0, exclude=frozenset("b")), Words())
+    assert CountedId.compared < 10 * len(names)
+    assert [use.call for each in found for use in each.uses] == [(1, at) for at in range(598, -1, -2)]
+
+
+def test_results_with_some_ids_take_the_calls_that_are_left():
+    """A result without an id, or with one of no call, is that of the first call that has none yet."""
+    calls = [call("x", "a"), call("x", "b"), call("y", "c"), call(None, "d"), call("z", "e")]
+    results = [result("x"), {"role": "tool", "content": "it"}, result("z"), result("of none"), result("x"), result("y")]
+    messages = [{"role": "user", "content": "go"}, said("", *calls), *results]
+    found = clearings(messages, ToolClearing(-1, keep=0), Words())[0].uses
+    assert [use.name for use in found] == ["a", "d", "e", "b", "c", ""]
+    alone = [{"role": "tool", "content": "it"}, *results]
+    found = clearings([*messages[:2], *alone], ToolClearing(-1, keep=0), Words())[0].uses
+    assert [use.name for use in found] == ["d", "a", "b", "e", "c", "", ""]
+    bare = [{key: value for key, value in each.items() if key != "tool_call_id"} for each in results]
+    named = [call(f"c{number}", name) for number, name in enumerate("abc")]
+    mixed = [messages[0], said("", *named), bare[0], result("c0"), result("c2"), bare[1]]
+    found = clearings(mixed, ToolClearing(-1, keep=0), Words())[0].uses
+    assert [use.name for use in found] == ["a", "b", "c", ""]
+
+
 def test_a_clearing_stays_as_the_conversation_grows():
     """So the next turns have the same prompt before them, until enough has come that a clearing is worth it."""
     edit = as_edits([tools(trigger=at("input_tokens", 100), clear_at_least=at("input_tokens", 3 * 13))]).uses

@@ -363,6 +363,24 @@ def test_what_does_not_go_with_segments_is_refused_by_name(network):
             call()
 
 
+def test_a_long_chain_of_edits_is_made_soon(monkeypatch):
+    """Each edit looks at the texts before it once, and at the tokens of parts that it changes alone."""
+    count, looked = 60, []
+    of_key, whole = SeenPart.key, SeenPart.indices
+    monkeypatch.setattr(SeenPart, "key", property(lambda part: looked.append(part) or of_key.fget(part)))
+    value = None
+    for number in range(count):
+        value = SeenParts.of_edit(np.arange(10, dtype=np.uint32), [(10 * number + 2, 10 * number + 5)], value)
+    assert len(looked) < 1.5 * count**2
+    assert [part.ranges for part in value.parts] == [((0, 2), (5, 10))] * count
+    assert [part.ends for part in value.parts] == [(10 * number, 10 * number + 9) for number in range(count)]
+    assert all(part.behind is None or part.behind.num_tokens == 10 * at for at, part in enumerate(value.texts))
+    monkeypatch.setattr(SeenPart, "indices", property(lambda part: looked.append(part) or whole.fget(part)))
+    looked.clear()
+    SeenParts.of_edit(np.arange(10, dtype=np.uint32), [(10 * count, 10 * count + 2)], value)
+    assert sum(part.ends[0] < 10 * count for part in looked) <= 2 * count + 2
+
+
 def test_names_tell_values_apart():
     """Each thing that K and V behind a value depend on is in its name; equal values have equal names."""
     values = [each for each, _ in [*requests()[:-1]]]

@@ -289,10 +289,12 @@ def test_tensors_that_are_refused(tmp_path):
 
 
 def test_numbers_that_no_type_holds(tmp_path):
-    """A factor that is no float: alpha and the rank are numbers, and their quotient is too."""
+    """Alpha may be any number, but its quotient by the rank is one of float32: with an infinite one all is nan."""
     config, modules = config_of("llama"), modules_of("llama", ("q_proj",))
-    found = read_adapter(write_adapter(tmp_path / "a", modules, lora_alpha=1e308), config)
-    assert found.matrices[0, "q"].scale == 1e308 / 4
+    found = read_adapter(write_adapter(tmp_path / "a", modules, lora_alpha=1e39), config)
+    assert found.matrices[0, "q"].scale == 1e39 / 4
+    with pytest.raises(CheckpointError, match=r"0\.q\.scale: expected a finite number that f32 can hold, got 2\.5"):
+        read_adapter(write_adapter(tmp_path / "b", modules, lora_alpha=1e308), config)
 
 
 def test_files_that_are_not_there(tmp_path):

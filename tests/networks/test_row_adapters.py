@@ -148,6 +148,8 @@ def test_the_digest_names_every_number():
     a[:] = 0
     assert before.matrices[place].a.any()
     assert Adapter(before.matrices).digest == before.digest
+    counted = Adapter({(np.int64(layer), name): each for (layer, name), each in adapter.matrices.items()})
+    assert counted.digest == adapter.digest, "a number is the same in any type"
 
 
 def test_what_is_refused():
@@ -163,7 +165,10 @@ def test_what_is_refused():
         ({(0, "q"): LowRank(a, b[:, :1], 1)}, "matrices.0.q: expected b of float32 (out, 2), as many columns as a has"),
         ({(0, "q"): LowRank(a, b.astype(np.float16), 1)}, "matrices.0.q: expected b of float32 (out, 2)"),
         ({(0, "q"): LowRank(nan, b, 1)}, "matrices.0.q: expected finite numbers, got others"),
-        ({(0, "q"): LowRank(a, b, np.inf)}, "matrices.0.q.scale: expected a finite number, got inf"),
+        *(
+            ({(0, "q"): LowRank(a, b, scale)}, f"0.q.scale: expected a finite number that f32 can hold, got {scale}")
+            for scale in (float("inf"), float("nan"), -3.5e38)
+        ),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             Adapter(given)
