@@ -27,7 +27,7 @@ Float32 = npt.NDArray[np.float32]
 def attention(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None,
     dropout: float = 0.0, softcap: float | None = None, s_aux: Any = None, is_causal: bool | None = None,
-    position_bias: Any = None, **kwargs: Any,
+    position_bias: Any = None, indices: Any = None, sinks: Any = None, **kwargs: Any,
 ) -> tuple[Any, None]:
     """softmax(q K^T scaling) V; arguments as of every attention function of transformers.
 
@@ -37,13 +37,16 @@ def attention(
         attention_mask: what `make_mask` returned, or a 4D mask of the caller.
         softcap: a score s becomes `softcap * tanh(s / softcap)`.
         s_aux: a logit per query head that joins the normaliser of the softmax.
+        position_bias: added to the scores.
+        indices: `(batch, queries, n)`, the keys that a query sees of those which the mask shows.
+        sinks: `s_aux` of each query, `(batch, query heads, queries, 1)`.
 
     Returns:
         `(batch, queries, query heads, head_dim of V)`, and None in the place of weights.
 
     Raises:
         ValueError: `output_attentions` is asked for: no weights are computed; attention of a layer that evicts tokens
-            cannot read the blocks.
+            cannot read the blocks; a model hands over numbers under a name that this attention does not know.
         RuntimeError: Q or sinks need gradients, which attention over blocks does not compute.
     """
     if kwargs.get("output_attentions"):
@@ -51,9 +54,16 @@ def attention(
             "output_attentions: expected False, for attn_implementation='kvcache' computes no weights, got True; "
             "set_attn_implementation('eager') does"
         )
+    for name, given in kwargs.items():
+        if isinstance(given, torch.Tensor) and given.is_floating_point():
+            raise ValueError(
+                f"attention: expected numbers that attn_implementation='kvcache' knows, got {name!r} of "
+                f"{type(module).__name__}; set_attn_implementation('eager') computes with it"
+            )
     if torch.compiler.is_compiling():
         out: tuple[Any, None] = _apart(
-            module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, is_causal, position_bias
+            module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, is_causal, position_bias,
+            indices, sinks,
         )
         return out
     if type(key) is StoredStates and type(value) is StoredStates and key._layer is value._layer:
@@ -61,7 +71,8 @@ def attention(
         refuse_gradient("Q", query)
         if s_aux is not None:
             refuse_gradient("sinks", s_aux)
-        reason = _why_dense(layer, key, attention_mask, dropout, position_bias)
+        beside = {"position biases": position_bias, "keys that a model chose": indices, "sinks per query": sinks}
+        reason = _why_dense(layer, key, query, attention_mask, dropout, beside)
         if reason is None:
             if attention_mask is not None:
                 causal, window = attention_mask.causal, attention_mask.window
@@ -74,8 +85,8 @@ def attention(
         layer.state.ways.went_dense(reason)
     mask = attention_mask.dense() if type(attention_mask) is PatternMask else attention_mask
     out = dense_attention(
-        module, query, key, value, mask, scaling=scaling, dropout=dropout, softcap=softcap, s_aux=s_aux,
-        is_causal=is_causal, position_bias=position_bias,
+        module, query, key, value, mask, scaling=scaling, dropout=dropout, softcap=softcap,
+        s_aux=s_aux if sinks is None else sinks, is_causal=is_causal, position_bias=position_bias, indices=indices,
     )
     return out, None
 
@@ -83,7 +94,9 @@ def attention(
 _apart = torch.compiler.disable(attention)
 
 
-def _why_dense(layer: PagedLayer, key: StoredStates, mask: Any, dropout: float, position_bias: Any) -> str | None:
+def _why_dense(
+    layer: PagedLayer, key: StoredStates, query: Any, mask: Any, dropout: float, beside: dict[str, Any]
+) -> str | None:
     """Store what waits; why attention cannot read the blocks, or None."""
     known = mask is None or type(mask) is PatternMask
     padding = mask.padding if known and mask is not None else None
@@ -95,8 +108,11 @@ def _why_dense(layer: PagedLayer, key: StoredStates, mask: Any, dropout: float, 
         return "states of an earlier step"
     if not layer.rows.agrees(padding, key.shape[2]):
         return "a mask that hides stored tokens"
-    if position_bias is not None:
-        return "position biases"
+    if layer.window and key.shape[2] > layer.window and query.shape[2] > 1 and (mask is None or mask.window is None):
+        return "a layer with a window under a mask without one"
+    for name, given in beside.items():
+        if given is not None:
+            return name
     if dropout:
         return "dropout"
     return None

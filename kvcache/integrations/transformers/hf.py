@@ -36,6 +36,7 @@ try:
         AttentionMaskInterface,
         bidirectional_mask_function,
         causal_mask_function,
+        eager_mask,
         sdpa_mask,
     )
     from transformers.pytorch_utils import Conv1D
@@ -57,6 +58,7 @@ __all__ = [
     "DynamicSlidingWindowLayer",
     "bidirectional_mask_function",
     "causal_mask_function",
+    "eager_mask",
     "get_layer_types_and_kwargs",
     "safe_open",
     "save_file",

@@ -17,12 +17,16 @@ import numpy.typing as npt
 from kvcache.integrations.transformers.hf import (
     bidirectional_mask_function,
     causal_mask_function,
+    eager_mask,
     sdpa_mask,
     torch,
     tree_map,
 )
 
 __all__ = ["PatternMask", "make_mask"]
+
+# Model types that add the mask to scores, or scores to the mask, by themselves: they need one of numbers, always.
+ADDED = ("deepseek_v4", "git")
 
 
 class PatternMask(torch.Tensor):
@@ -79,6 +83,11 @@ def make_mask(
     allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = False, **kwargs: Any,
 ) -> Any:
     """The mask of one kind of layers; arguments as of transformers' `sdpa_mask`."""
+    if getattr(kwargs.get("config"), "model_type", None) in ADDED:
+        return eager_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip, **kwargs,
+        )
 
     def make(**skips: bool) -> Any:
         return sdpa_mask(
