@@ -235,7 +235,7 @@ def test_the_files_of_agents_in_the_guide_fit_its_command():
     """They ask the paths that a server has, for the model, the context and the tokens that the command says."""
     import tomllib
 
-    guide = (PROJECT / "kvcache" / "guides" / "server.md").read_text("utf-8").partition("## Agents")[2]
+    guide = (PROJECT / "kvcache" / "guides" / "agents.md").read_text("utf-8").partition("## Three programs")[2]
     command, codex, *others = re.findall(r"(?s)```(?:sh|toml|json)\n(.*?)```", guide.partition("\n## ")[0])
     options = dict(re.findall(r"--(\S+) (\S+)", command))
     name, context, most = options["name"], int(options["context"]), int(options["max-tokens"])

@@ -11,11 +11,12 @@ from kvcache.server.message_bodies import MESSAGES
 from kvcache.server.response_bodies import RESPONSES
 
 pytestmark = pytest.mark.one_build
+GUIDES = PROJECT / "kvcache" / "guides"
 
 
 def rows(table):
     """The names in each row of a table of the guide."""
-    guide = (PROJECT / "kvcache" / "guides" / "server.md").read_text(encoding="utf-8")
+    guide = "".join((GUIDES / page).read_text(encoding="utf-8") for page in ("server.md", "agents.md"))
     (found,) = re.findall(rf"(?m)^\| fields of {table} \|.*\n\|.*\n((?:\|.*\n)+)", guide)
     return [set(re.findall(r"`(\w+)`", line.split("|")[1])) for line in found.splitlines()]
 
@@ -32,6 +33,6 @@ def test_the_guide_has_every_field(name, tables):
 
 
 def test_the_guide_has_every_dialect():
-    guide = (PROJECT / "kvcache" / "guides" / "server.md").read_text(encoding="utf-8")
+    guide = (GUIDES / "agents.md").read_text(encoding="utf-8")
     (table,) = re.findall(r"(?m)^\| dialect \|.*\n\|.*\n((?:\|.*\n)+)", guide)
     assert {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1])} == {*DIALECTS}

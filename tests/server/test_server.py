@@ -24,7 +24,7 @@ pytestmark = pytest.mark.one_build
 
 TALK = [{"role": "user", "content": "Where is the cat? — Und die Katze: 猫 🐈"}]
 STREAMS = 200
-GUIDE = PROJECT / "kvcache" / "guides" / "server.md"
+GUIDE = PROJECT / "kvcache" / "guides" / "operation.md"
 
 
 @pytest.fixture(scope="module")
