@@ -155,6 +155,8 @@ class _Server(uvicorn.Server):
 def _bounded(kind: Any, limits: Capacity) -> Any:
     """A class of connections that are no more than the limit: the oldest idle one makes room for a new one.
 
+    So does one that is closed while its client does not read what it has been sent.
+
     Args:
         kind: uvicorn's class of connections.
     """
@@ -174,7 +176,7 @@ def _bounded(kind: Any, limits: Capacity) -> Any:
         def _make_room(self, transport: Any) -> None:
             for _ in range(min(len(order) - 1, _LOOKED_AT)):
                 other = next(iter(order))
-                if other.cycle is None or other.cycle.response_complete:
+                if other.cycle is None or other.cycle.response_complete or other.transport.is_closing():
                     order.pop(other)
                     self.connections.discard(other)
                     other.transport.abort()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from threading import Lock
 
 from kvcache.errors import CheckpointError
@@ -44,19 +45,25 @@ class ServedAdapters(Mapping[str, str]):
         """Load all into the engine of the model, which has just been made.
 
         Those that clients have named may be gone since: without one that cannot be read the model is loaded all the
-        same.
+        same. What a client unloads meanwhile is not in the engine.
 
         Raises:
             FileNotFoundError, CheckpointError: as `read_adapter`, of one that was there from the beginning on.
         """
-        for name, path in self._paths.items():
+        paths = self._paths
+        for name, path in paths.items():
             try:
                 engine.load_adapter(name, path)
             except (FileNotFoundError, CheckpointError) as error:
                 if name not in self._later:
                     raise
                 logger.warning("the adapter %s cannot be loaded again: %s", name, error)
-                self.unload(None, name)
+                with suppress(ValueError):  # a client has
+                    self.unload(None, name)
+        with self._lock:
+            for name in paths:
+                if name not in self._paths and name in engine.adapters:
+                    engine.unload_adapter(name)
 
     def load(self, engine: BatchEngine, name: str, path: str) -> None:
         """Load one into the engine of the model, in place of the one of its name, if there is one.

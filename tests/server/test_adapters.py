@@ -5,6 +5,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from types import SimpleNamespace
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -326,6 +327,25 @@ def test_hints_name_an_adapter_as_requests_do(path, folders):
             pass
         assert hint(served, "b")[1]["results"][0]["tokens_found"] >= 48
         assert hint(served, "c")[0] == 404
+
+
+def test_what_is_unloaded_while_a_model_loads():
+    """It is not in the engine, and one that cannot be read any more does not end the load."""
+    adapters, loaded = ServedAdapters({"x": "of x"}), {}
+
+    def load(name, path):
+        if name == "gone" and adapters.get("gone") and loaded.get("x"):
+            adapters.unload(None, "x")
+            adapters.unload(None, "gone")
+            raise FileNotFoundError(path)
+        loaded[name] = path
+
+    engine = SimpleNamespace(adapters=loaded, load_adapter=load, unload_adapter=loaded.pop)
+    adapters.load(engine, "gone", "of gone")
+    adapters.load(engine, "stays", "of stays")
+    loaded.clear()
+    adapters.attach(engine)
+    assert (list(adapters), loaded) == (["stays"], {"stays": "of stays"})
 
 
 def test_a_model_on_demand(path, folders, tmp_path, caplog):

@@ -10,9 +10,13 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from http_servers import answer, post
+
+from kvcache.server.process import Capacity, _bounded
 
 resource = pytest.importorskip("resource")
 pytestmark = [pytest.mark.exhaustive, pytest.mark.one_build]
@@ -86,6 +90,48 @@ def test_descriptors_and_signals():
             "\n".join(lines),
         ), errors
         assert "Traceback" not in errors
+
+
+class Transport:
+    """A connection of the event loop.
+
+    Attributes:
+        is_closed: whether it is, though bytes may wait that nobody reads.
+        is_gone: whether it is gone, bytes and all.
+    """
+
+    def __init__(self, is_closed):
+        self.is_closed, self.is_gone = is_closed, False
+
+    def is_closing(self):
+        return self.is_closed
+
+    def abort(self):
+        self.is_gone = True
+
+
+class Protocol:
+    """What a connection of uvicorn has."""
+
+    connections: ClassVar = set()
+
+    def __init__(self, ended):
+        self.cycle = SimpleNamespace(response_complete=ended)
+
+    def connection_made(self, transport):
+        self.transport = transport
+        self.connections.add(self)
+
+
+def test_a_closed_connection_whose_client_reads_nothing_makes_room():
+    """An answer that ran out of time has not ended; bytes of it would wait for its client for ever."""
+    kind = _bounded(Protocol, Capacity(4, 8))
+    made = [kind(ended) for ended in (False, False, True, False, False, False)]
+    transports = [Transport(is_closed) for is_closed in (False, True, False, False, False, False)]
+    for connection, transport in zip(made, transports, strict=True):
+        connection.connection_made(transport)
+    assert [each.is_gone for each in transports] == [False, True, True, False, False, False]
+    assert Protocol.connections == {each for each in made if not each.transport.is_gone}
 
 
 HEAPS = """
