@@ -389,16 +389,21 @@ static int drop_unit(kvc_spill *s, int32_t unit) {
     return 1;
 }
 
-/* Lets units leave until there is room for `need` bytes more. 1: there is, or all in memory is held; 0: the rest cannot be written. */
-static int make_room(kvc_spill *s, size_t need) {
+static int lacks_room(const kvc_spill *s, int32_t unit) {
+    return (size_t)s->stats.resident + (unit < 0 ? 0 : bytes_to_take(s, unit)) > s->limit;
+}
+
+/* Lets units leave until there is room for one more; -1: until no more is there than may be. 1: there is, or all in memory is held;
+ * 0: the rest cannot be written. What the unit takes changes with its neighbours, whose pages it may lie on. */
+static int make_room(kvc_spill *s, int32_t unit_to_come) {
     const int64_t faults = s->write_faults;
-    while ((size_t)s->stats.resident + need > s->limit) {
+    while (lacks_room(s, unit_to_come)) {
         int written = 0, dropped = 0;
         for (int32_t unit = s->oldest, newer; unit >= 0 && written < LEAVING; unit = newer) {
             newer = s->units[unit].newer;
             if (drop_unit(s, unit)) {
                 dropped++;
-                if ((size_t)s->stats.resident + need <= s->limit) break;
+                if (!lacks_room(s, unit_to_come)) break;
             } else if (s->write_faults == faults) {
                 begin_write(s, unit, 1);
                 written++;
@@ -424,7 +429,7 @@ static int32_t unit_at(const kvc_spill *s, const kvc_units *units, int64_t i, in
 static int bring(kvc_spill *s, int32_t unit, kvc_use use) {
     unit_record *u = &s->units[unit];
     if (!(u->state & TAKEN)) {
-        const int is_room = make_room(s, bytes_to_take(s, unit)); /* others may have brought it meanwhile */
+        const int is_room = make_room(s, unit); /* others may have brought it meanwhile */
         if (!is_room && use == KVC_TO_READ && !(u->state & TAKEN)) {
             note_fault(s, KVC_FULL_FAULT, unit, s->write_error);
             return 1;
@@ -507,7 +512,7 @@ void kvc_release(kvc_spill *s, const kvc_units *units, kvc_use use) {
         if (use == KVC_TO_READ || run->stop != s->block_size || (size_t)s->stats.resident * 2 < s->limit || s->write_error) continue;
         begin_write(s, unit, 0);
     }
-    if ((size_t)s->stats.resident > s->limit) make_room(s, 0); /* what was held had no room */
+    make_room(s, -1); /* what was held may have had no room */
     tell(s);
     pthread_mutex_unlock(&s->lock);
 }
@@ -535,9 +540,8 @@ void kvc_hold_ahead(kvc_spill *s, const kvc_units *units) {
         if ((unit = unit_at(s, units, i, &last, &run)) < 0) continue;
         unit_record *u = &s->units[unit];
         if ((u->state & TAKEN) || !(u->state & SAVED)) continue;
-        const size_t need = bytes_to_take(s, unit);
-        while ((size_t)s->stats.resident + need > s->limit && s->oldest >= 0 && drop_unit(s, s->oldest)) continue;
-        if ((size_t)s->stats.resident + need > s->limit) break;
+        while (lacks_room(s, unit) && s->oldest >= 0 && drop_unit(s, s->oldest)) continue;
+        if (lacks_room(s, unit)) break;
         take_memory(s, unit);
         u->state |= BEING_READ;
         push(s, &s->reads, unit);
@@ -630,8 +634,16 @@ kvc_fault kvc_take_fault(kvc_spill *s) {
 int kvc_spill_expect_room(kvc_spill *s) {
     if (!s->write_error || getpid() != s->process) return 0;
     pthread_mutex_lock(&s->lock);
-    int32_t unit = s->oldest;
-    while (unit >= 0 && ((s->units[unit].state & SAVED) || is_unused(s, unit))) unit = s->units[unit].newer;
+    int32_t unit = -1;
+    size_t stays = 0; /* bytes of units that must be written before they leave */
+    for (int32_t each = s->newest; each >= 0; each = s->units[each].older) {
+        if ((s->units[each].state & SAVED) || is_unused(s, each)) continue;
+        unit = each, stays += size_of(s, each);
+    }
+    if (stays * 2 < s->limit) { /* what comes has room in memory */
+        pthread_mutex_unlock(&s->lock);
+        return 0;
+    }
     if (unit >= 0) begin_write(s, unit, 0);
     while (unit >= 0 && (s->units[unit].state & BEING_WRITTEN) && wait_for_one(s)) continue;
     if (unit < 0) s->write_error = 0; /* nothing needs to be written */

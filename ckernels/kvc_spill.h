@@ -68,7 +68,8 @@ int kvc_blank(kvc_spill *, int32_t layer, int32_t block);
 
 /* The first fault since the last call, which clears it. */
 kvc_fault kvc_take_fault(kvc_spill *);
-/* 0, or the system's error, if nothing can be written: it tries with the unit that leaves next. */
+/* 0, or the system's error, if nothing can be written (it tries with the unit that leaves next), and half of what may be in memory waits
+ * for that. */
 int kvc_spill_expect_room(kvc_spill *);
 kvc_spill_stats kvc_spill_count(kvc_spill *);
 /* NULL, or what is wrong with the records; while nobody else uses them. */

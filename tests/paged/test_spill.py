@@ -260,6 +260,14 @@ def test_a_full_disk_is_told_where_memory_has_no_room_either(tmp_path):
             cache.append(2, 1)
     assert cache.get_sequence(2).num_tokens == tokens
     cache.check()
+    cache.fork(2, 3)
+    cache.truncate(2, 40)
+    cache.free(3)  # memory has room again
+    cache.append(2, 16)
+    rows = np.ones((16, 2, 64), np.float32)
+    cache.write(0, 2, rows, rows)
+    assert np.isfinite(cache.attention(0, queries, [2])).all()
+    cache.check()
     os.dup2(own, fd)
     os.close(own)
     os.close(full)
