@@ -139,7 +139,7 @@ OWN["qwen4_exp"] = {"text_config": OWN["qwen4_exp_text"]}
 
 
 class Outcome(NamedTuple):
-    """The result of a family: its name, and what it does.
+    """The result of a family: its kind, and why.
 
     Attributes:
         kind: one of `OUTCOMES`.
