@@ -111,7 +111,7 @@ class Transport:
 
 
 class Protocol:
-    """What a connection of uvicorn has."""
+    """The parts of a connection of uvicorn."""
 
     connections: ClassVar = set()
 
