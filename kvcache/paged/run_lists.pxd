@@ -61,7 +61,7 @@ cdef class RunLists:
     cdef int select_(self, const RunList *held, const int64_t *bounds, int64_t ranges, RunList *kept) except -1
     cdef void become_(self, RunList *held, const RunList *kept) noexcept nogil
     cdef void count_positions_(self, RunList *held) noexcept nogil            # positions without holes
-    cdef object compact_(self, RunList *held)                                 # the moves to carry out, int32 (n, 5), and blocks to release then
+    cdef object compact_(self, RunList *held)                                 # the moves, and blocks to release then
 
     cdef void _fill_tail(self, RunList *held, int64_t count) noexcept nogil
     cdef void _add_blocks(self, RunList *held, int64_t count) noexcept nogil
