@@ -389,21 +389,19 @@ static int drop_unit(kvc_spill *s, int32_t unit) {
     return 1;
 }
 
-static int lacks_room(const kvc_spill *s, int32_t unit) {
-    return (size_t)s->stats.resident + (unit < 0 ? 0 : bytes_to_take(s, unit)) > s->limit;
-}
+static size_t bytes_with(const kvc_spill *s, int32_t unit) { return (size_t)s->stats.resident + (unit < 0 ? 0 : bytes_to_take(s, unit)); }
 
 /* Lets units leave until there is room for one more; -1: until no more is there than may be. 1: there is, or all in memory is held;
  * 0: the rest cannot be written. What the unit takes changes with its neighbours, whose pages it may lie on. */
 static int make_room(kvc_spill *s, int32_t unit_to_come) {
     const int64_t faults = s->write_faults;
-    while (lacks_room(s, unit_to_come)) {
+    while (bytes_with(s, unit_to_come) > s->limit) {
         int written = 0, dropped = 0;
         for (int32_t unit = s->oldest, newer; unit >= 0 && written < LEAVING; unit = newer) {
             newer = s->units[unit].newer;
             if (drop_unit(s, unit)) {
                 dropped++;
-                if (!lacks_room(s, unit_to_come)) break;
+                if (bytes_with(s, unit_to_come) <= s->limit) break;
             } else if (s->write_faults == faults) {
                 begin_write(s, unit, 1);
                 written++;
@@ -540,8 +538,8 @@ void kvc_hold_ahead(kvc_spill *s, const kvc_units *units) {
         if ((unit = unit_at(s, units, i, &last, &run)) < 0) continue;
         unit_record *u = &s->units[unit];
         if ((u->state & TAKEN) || !(u->state & SAVED)) continue;
-        while (lacks_room(s, unit) && s->oldest >= 0 && drop_unit(s, s->oldest)) continue;
-        if (lacks_room(s, unit)) break;
+        while (bytes_with(s, unit) > s->limit && s->oldest >= 0 && drop_unit(s, s->oldest)) continue;
+        if (bytes_with(s, unit) > s->limit) break;
         take_memory(s, unit);
         u->state |= BEING_READ;
         push(s, &s->reads, unit);
