@@ -55,7 +55,7 @@ def chat(options: argparse.Namespace, default: str) -> int:
         options, InferenceEngine.from_pretrained, prefill_chunk=PIECE, adapters=adapter_of(options)
     )
     engine.reseed(secrets.randbits(63))  # `--seed` is one of `sampling_params`, and comes first
-    memory = memory_of(options) if options.spill is None else None
+    memory = memory_of(options) if options.spill is None else None  # an engine that spills has its own limit
     cached = PrefixCachedEngine(engine, shared=True, max_memory_bytes=memory)
     Talk(cached, options).run()
     return 0
