@@ -77,10 +77,12 @@ class CacheSettings(CacheArguments):
 
         Raises:
             TypeError: no limit of memory, another kind.
-            ValueError: what excludes it.
+            ValueError: an empty name; what excludes it.
         """
         if self.max_memory_bytes is None:
             raise TypeError("max_memory_bytes: expected the bytes in memory beside spill, got None")
+        if not os.fspath(folder):
+            raise ValueError("spill: expected a folder, got an empty name")
         expect("spill", folder, self.features)
         if self.sparse_tokens is None:
             warnings.warn(

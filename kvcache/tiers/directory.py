@@ -58,7 +58,7 @@ class DirectoryTier:
             in the log: what was stored under the old one is not found again and leaves as the least recently used.
 
     Raises:
-        TypeError, ValueError: another kind; not one byte.
+        TypeError, ValueError: another kind; an empty name; not one byte.
         PermissionError: the directory or its secret belongs to another user, or others may write to it; see above.
         OSError: the directory cannot be made or read.
 
@@ -69,6 +69,8 @@ class DirectoryTier:
     """
 
     def __init__(self, path: str | os.PathLike[str], max_bytes: int | str, *, secret: bytes | None = None) -> None:
+        if not os.fspath(path):
+            raise ValueError("path: expected a directory, got an empty name")
         self.path = os.path.abspath(os.fspath(path))
         self.max_bytes = as_bytes(max_bytes, "max_bytes")
         if not self.max_bytes:

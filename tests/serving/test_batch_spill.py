@@ -122,6 +122,8 @@ def test_a_text_whose_blocks_are_damaged_ends_alone(rng, network, tmp_path):
 
 def test_what_cannot_be_honoured_is_named(network, tmp_path):
     for kind in (InferenceEngine, BatchEngine):
+        with pytest.raises(ValueError, match="spill: expected a folder, got an empty name"):
+            kind(network, spill="", max_memory_bytes="1MiB", sparse_tokens=16)
         with pytest.raises(TypeError, match="max_memory_bytes: expected the bytes in memory beside spill"):
             kind(network, spill=tmp_path, sparse_tokens=16)
         with pytest.raises(ValueError, match="spill: expected None with an eviction_policy"):
