@@ -113,7 +113,7 @@ class Prompts:
 
     def _of_conversation(self, asked: Asked, talk: Conversation, runs: bool) -> Prompt:
         """A conversation in the words of the template. Places in its text become numbers of tokens with the ids."""
-        change = None if talk.edits is None else self._edited(talk)
+        change = None if talk.edits is None else self._edited(talk, asked.model in self._engine.adapters)
         if change is not None:
             talk = talk._replace(messages=change.messages)
         marks = asked.marks if runs and self._keeps(asked) else ()
@@ -139,14 +139,19 @@ class Prompts:
             found = found._replace(behind=seen_by(tokens, chain), masked=masked).behind_masks()
         return found._replace(applied=change.applied, original=change.original_tokens or len(tokens))
 
-    def _edited(self, talk: Conversation) -> Edited | None:
-        """The conversation after its edits; None: its messages are none, as the template will say."""
+    def _edited(self, talk: Conversation, is_adapted: bool) -> Edited | None:
+        """The conversation after its edits; None: its messages are none, as the template will say.
+
+        Texts with adapters have no masks: where nothing is said, their results are cleared by placeholders.
+        """
         if talk.edits is None or not isinstance(talk.messages, list):
             return None
         if not all(isinstance(each, dict) for each in talk.messages):
             return None
-        edits = talk.edits.by_masks() if self._masks else talk.edits
+        edits = talk.edits.by_masks() if self._masks and not is_adapted else talk.edits
         if edits.uses is not None and edits.uses.mask:
+            if is_adapted:
+                raise ValueError("kvcache_mode: expected recompute with an adapter, got 'mask'")
             self._engine.expect_masks()
         return edited(talk.messages, edits, PromptMeasure(self._rewriter(talk), self._tokenizer))
 

@@ -111,7 +111,7 @@ class Transport:
 
 
 class Protocol:
-    """What a connection of uvicorn has."""
+    """A connection of uvicorn."""
 
     connections: ClassVar = set()
 
