@@ -131,7 +131,7 @@ class Prompts:
         """A conversation in the words of the template. Places in its text become numbers of tokens with the ids."""
         if talk.edits is not None and talk.segments:
             raise ValueError("context_management: expected none beside segments, got edits")
-        change = None if talk.edits is None else self._edited(talk)
+        change = None if talk.edits is None else self._edited(talk, asked.model in self._engine.adapters)
         if change is not None:
             talk = talk._replace(messages=change.messages)
         marks = asked.marks if runs and self._keeps(asked) else ()
@@ -178,14 +178,19 @@ class Prompts:
         parts = np.split(tokens, np.cumsum([len(head), *map(len, segments)]))
         return Prompt(tokens, (), kept, segments=tuple(parts[1:-1]), head=len(head), link=link)
 
-    def _edited(self, talk: Conversation) -> Edited | None:
-        """The conversation after its edits; None: its messages are none, as the template will say."""
+    def _edited(self, talk: Conversation, is_adapted: bool) -> Edited | None:
+        """The conversation after its edits; None: its messages are none, as the template will say.
+
+        Texts with adapters have no masks: where nothing is said, their results are cleared by placeholders.
+        """
         if talk.edits is None or not isinstance(talk.messages, list):
             return None
         if not all(isinstance(each, dict) for each in talk.messages):
             return None
-        edits = talk.edits.by_masks() if self._masks else talk.edits
+        edits = talk.edits.by_masks() if self._masks and not is_adapted else talk.edits
         if edits.uses is not None and edits.uses.mask:
+            if is_adapted:
+                raise ValueError("kvcache_mode: expected recompute with an adapter, got 'mask'")
             self._engine.expect_masks()
         return edited(talk.messages, edits, PromptMeasure(self._rewriter(talk), self._tokenizer))
 

@@ -6,11 +6,13 @@ from dataclasses import replace
 import anthropic
 import pytest
 from http_servers import MODEL, SAID, SCHEMA, TALK, Served, answer, post, tiny_file, tools_template
+from peft_folders import modules_of, write_adapter
 from places import GOLDEN
 
 from kvcache import BatchEngine
 from kvcache.engine.edits import CLEARED
 from kvcache.server.fingerprints import Fingerprints
+from kvcache.server.served_adapters import ServedAdapters
 from kvcache.server.served_model import ServedModel
 
 pytestmark = pytest.mark.one_build
@@ -343,6 +345,24 @@ def test_results_are_masked_where_the_body_asks(served, path):
             found = other.count_tokens(**more, context_management={"edits": [edit]})
             alone = client.count_tokens(**more, context_management={"edits": [{"kvcache_mode": "recompute", **edit}]})
             assert (found.input_tokens == alone.input_tokens) == bool(fields)
+
+
+def test_a_text_with_an_adapter_has_no_masks(served, tmp_path):
+    """A server that masks by itself clears its results by placeholders; a body that asks for masks is refused."""
+    folder = write_adapter(tmp_path / "a", modules_of("llama"))
+    limits = {"edit_masks": True, "adapters": ServedAdapters({"a": str(folder)})}
+    with Served(served.path, limits=limits) as masking:
+        client = client_of(masking).beta.messages
+        more, edit = {"betas": ["context-management-2025-06-27"], "model": "a", "messages": USES}, EDITS["edits"][1]
+        counts = [
+            client.count_tokens(**more, context_management={"edits": [edit | fields]}).input_tokens
+            for fields in ({}, {"kvcache_mode": "recompute"})
+        ]
+        assert counts[0] == counts[1]
+        got = client.create(**more, max_tokens=1, context_management={"edits": [edit]})
+        assert (used_by(got.usage)[0], got.model) == (counts[0], "a")
+        with pytest.raises(anthropic.BadRequestError, match="kvcache_mode: expected recompute with an adapter, got"):
+            client.create(**more, max_tokens=1, context_management=MASKED)
 
 
 def test_a_network_with_windows_masks_nothing(tmp_path):

@@ -111,7 +111,7 @@ class Transport:
 
 
 class Protocol:
-    """The parts of a connection of uvicorn."""
+    """A connection of uvicorn."""
 
     connections: ClassVar = set()
 
