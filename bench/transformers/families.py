@@ -37,7 +37,7 @@ OUTCOMES = {
 }
 LAYERS, TOKENS, LONGEST, VOCABULARY = 4, 24, 21, 61
 BOUND = 1e-4  # of the range of logits
-MOST_WEIGHTS = 100_000_000
+MOST_WEIGHTS = 50_000_000
 SECONDS = 60
 
 _VALUES = {
@@ -130,9 +130,13 @@ OWN: dict[str, dict[str, Any]] = {
     "mpt": {"max_seq_len": 128},
     "muse_spark": {"audio_config": {"out_hidden_size": 32}, "vision_config": {"out_hidden_size": 32}},
     "nemotron": {"num_key_value_heads": 2},
-    "qwen4_exp_text": {"indexer_compress_ratio": 2, "indexer_budget": 8, "indexer_num_heads": 4, "indexer_head_dim": 8,
-                       "indexer_kv_chunk_size": 8},
+    "qwen4_exp_text": {"indexer_compress_ratio": 2, "indexer_budget": 8, "indexer_n_heads": 4,
+                       "indexer_kv_heads": 1, "indexer_head_dim": 8},
 }
+for _kind, _parts in {"glm46v": 4, "glm4v": 4, "glm4v_moe": 2, "qwen2_5_vl": 4, "qwen2_vl": 4}.items():
+    OWN[_kind] = {"text_config": {"rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [_parts - 2, 1, 1],
+    }}}
 OWN["cohere_compass"] = {"text_config": OWN["cohere_compass_text"]}
 OWN["step3p7"] = {"text_config": {"sliding_window": 6}}
 OWN["qwen4_exp"] = {"text_config": OWN["qwen4_exp_text"]}

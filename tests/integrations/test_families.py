@@ -18,6 +18,7 @@ SERVED = {
     "inkling2_text": "dense",  # sinks for each query, position biases
     "laguna": "packed",
     "mimo_v2_flash": "packed",
+    "dory": "raises",  # copies layers of its cache
     "moshi": "partly",  # a cache with windows under a mask without
     "qwen3_5_text": "partly",
 }

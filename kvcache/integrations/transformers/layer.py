@@ -27,6 +27,7 @@ from kvcache.integrations.transformers.states import StoredStates
 from kvcache.integrations.transformers.ways import Ways
 from kvcache.support import dlpack
 from kvcache.support.arguments import BFLOAT16
+from kvcache.support.copies import refuse_copies
 from kvcache.texts.budgets import Budgets
 
 __all__ = ["PagedLayer", "State", "array_of", "refuse_gradient"]
@@ -244,6 +245,9 @@ class PagedLayer(CacheLayerMixin):
         self.commit()
         dense = torch.from_numpy(self.rows.read(self.slot, which, total, visible))
         return dense[..., : self.channels[which]].contiguous()
+
+    # A model that runs its layers in loops copies layers for the later ones.
+    __reduce_ex__ = refuse_copies("a model that copies layers of its cache needs a DynamicCache of transformers")
 
     # -- what transformers reads ----------------------------------------------------------------------------
 
