@@ -143,7 +143,7 @@ OWN["qwen4_exp"] = {"text_config": OWN["qwen4_exp_text"]}
 
 
 class Outcome(NamedTuple):
-    """What became of a family.
+    """The result of a family.
 
     Attributes:
         kind: one of `OUTCOMES`.
