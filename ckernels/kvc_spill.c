@@ -16,6 +16,7 @@
 #ifdef __linux__
 #define _GNU_SOURCE
 #endif
+#include "kvc_checksum.h"
 #include "kvc_spill.h"
 
 #include <errno.h>
@@ -94,24 +95,6 @@ static unsigned char *bytes_of(const kvc_spill *s, int64_t unit) {
 static off_t offset_of(const kvc_spill *s, int64_t unit) {
     const int32_t layer = layer_of(s, unit);
     return (off_t)(s->offsets[layer] + (size_t)block_of(s, unit) * s->slots[layer]);
-}
-
-/* A sum of all bytes, in which each bit changes about half of its bits; another one for each unit. */
-static uint32_t checksum_of(const unsigned char *data, size_t n, int64_t unit) {
-    const uint64_t factor = 0x9e3779b97f4a7c15u;
-    uint64_t sums[4] = {(uint64_t)unit * factor, 1, 2, 3}, word[4];
-    size_t i = 0;
-    for (; i + sizeof word <= n; i += sizeof word) {
-        memcpy(word, data + i, sizeof word);
-        for (int k = 0; k < 4; k++) {
-            sums[k] = (sums[k] ^ word[k]) * factor;
-            sums[k] ^= sums[k] >> 29;
-        }
-    }
-    for (int k = 0; i < n; i++, k = (k + 1) % 4) sums[k] = (sums[k] ^ data[i]) * factor;
-    uint64_t all = n;
-    for (int k = 0; k < 4; k++) all = (all ^ sums[k] ^ sums[k] >> 32) * factor;
-    return (uint32_t)(all >> 32);
 }
 
 /* The pages of the system that a unit lies on. */
@@ -233,7 +216,7 @@ static void run_request(kvc_spill *s, request *r, unsigned char *buffer) {
     for (int i = 0; !r->is_read && i < r->count; i++) {
         memcpy(buffer + (size_t)i * slot, bytes_of(s, r->unit + i), size);
         memset(buffer + (size_t)i * slot + size, 0, slot - size);
-        s->units[r->unit + i].checksum = checksum_of(buffer + (size_t)i * slot, size, r->unit + i);
+        s->units[r->unit + i].checksum = kvc_checksum(buffer + (size_t)i * slot, size, (uint64_t)(r->unit + i));
     }
     const int code = transfer(s->fd, r->is_read, buffer, all, offset_of(s, r->unit));
 #ifdef POSIX_FADV_DONTNEED
@@ -243,7 +226,8 @@ static void run_request(kvc_spill *s, request *r, unsigned char *buffer) {
         unsigned char *own = buffer + (size_t)i * slot;
         const unit_record *u = &s->units[r->unit + i];
         r->codes[i] = code && r->count > 1 ? transfer(s->fd, r->is_read, own, slot, offset_of(s, r->unit + i)) : code;
-        r->is_good[i] = !r->codes[i] && r->is_read && !(u->state & IS_SPOILED) && checksum_of(own, size, r->unit + i) == u->checksum;
+        r->is_good[i] = !r->codes[i] && r->is_read && !(u->state & IS_SPOILED) &&
+                        kvc_checksum(own, size, (uint64_t)(r->unit + i)) == u->checksum;
         if (r->is_good[i]) memcpy(bytes_of(s, r->unit + i), own, size);
     }
 }

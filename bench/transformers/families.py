@@ -143,7 +143,7 @@ OWN["qwen4_exp"] = {"text_config": OWN["qwen4_exp_text"]}
 
 
 class Outcome(NamedTuple):
-    """The result of a family: its kind, and why.
+    """The result of a family.
 
     Attributes:
         kind: one of `OUTCOMES`.
