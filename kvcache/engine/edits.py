@@ -261,8 +261,9 @@ def clearings(messages: Messages, edit: ToolClearing, measure: Measure, *, each:
         messages: of the conversation.
         edit: the rule.
         measure: counts tokens.
-        each: whether to tell of each request what it clears, after the first `_FREE` of those which clear some that of
-            those alone which clear that share of their prompt. Else an edit without `at_least` is asked for now alone.
+        each: whether each request that clears something is told apart. Behind the first `_FREE` of them, a request
+            clears uses only if they have one token in `_FREE` of its prompt. Without `each`, an edit without `at_least`
+            is asked for now alone.
     """
     uses = _tool_uses(messages)
     points = [place for place, message in enumerate(messages) if place and message.get("role") == "assistant"]
