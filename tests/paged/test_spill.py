@@ -327,7 +327,8 @@ def test_memory_stays_within_the_limit(tmp_path):
             cache.write(layer, 1, rows, rows)
     assert cache.spill.memory_bytes <= limit
     assert cache.memory()["kv"] <= limit
-    assert resident() - before < limit + (24 << 20)    # buffers of threads, records of blocks; K and V are 246 MB
+    # K and V are 246 MB. Beside the limit there are buffers of threads, and what AddressSanitizer keeps of freed memory.
+    assert resident() - before < limit + (80 << 20)
     assert cache.memory()["disk"] > 200 << 20
 
 
