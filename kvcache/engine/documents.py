@@ -61,7 +61,7 @@ class Documents(NamedTuple):
 
     Attributes:
         head: the text before them, or token ids; None: there is none.
-        segments: `Segment`s, texts or token ids; None: there are none.
+        segments: each a `Segment`, a text or token ids; None: there are none.
         link: see `SeenParts.of_segments`.
     """
 

@@ -298,8 +298,9 @@ class InferenceEngine(NetworkEngine):
             prefix: what `compress` made of a text before the prompt, whose tokens the prompt does not repeat; or a
                 `SeenParts`.
             head: the text before segments, or token ids: a system prompt.
-            segments: documents between the head and the prompt, `Segment`s, texts or token ids. Each sees the head and
-                itself alone, and the prompt sees all, at positions behind all: another answer than that of one text.
+            segments: documents between the head and the prompt, each a `Segment`, a text or token ids. Each sees the
+                head and itself alone, and the prompt sees all, at positions behind all: another answer than that of one
+                text.
             link: this many first tokens of each segment but the first run again in place, and see all before them.
             adapter: the name of one of `adapters`; None: the network alone. An activated one changes the prompt from
                 its last invocation on.
