@@ -20,6 +20,7 @@ from pace import FAST
 from places import GOLDEN
 from selection import is_machine, select
 
+from kvcache import get_num_threads, set_num_threads
 from kvcache.engine import InferenceEngine, Transformer
 
 # No deadlines: a busy machine must not fail a test.
@@ -88,6 +89,15 @@ def make(request, network):
 @pytest.fixture
 def engine(make):
     return make()
+
+
+@pytest.fixture
+def two_threads():
+    """Two threads for kernels, whatever this machine has."""
+    before = get_num_threads()
+    set_num_threads(2)
+    yield
+    set_num_threads(before)
 
 
 @pytest.fixture

@@ -5,17 +5,9 @@ import pytest
 from oracles import sparse as twin
 from pace import FAST
 
-from kvcache import Calibration, PagedKvCache, get_num_threads, set_num_threads
+from kvcache import Calibration, PagedKvCache, set_num_threads
 
 FORMATS = [("f32", "f32"), ("f16", "f16"), ("q8", "q8"), ("q4", "q4"), ("q4", "f16"), ("q3", "q6")]
-
-
-@pytest.fixture
-def two_threads():
-    before = get_num_threads()
-    set_num_threads(2)
-    yield
-    set_num_threads(before)
 
 
 def make(tokens, heads=2, dim=64, block_size=32, **options):

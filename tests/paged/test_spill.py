@@ -9,18 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvcache import PagedKvCache, get_num_threads, set_num_threads
+from kvcache import PagedKvCache
 from kvcache.errors import KvCacheError, SpillError
 
 FORMATS = [("q4", "q4"), ("f16", "f16"), ("q8", "q3"), ("f32", "f32")]
-
-
-@pytest.fixture
-def two_threads():
-    before = get_num_threads()
-    set_num_threads(2)
-    yield
-    set_num_threads(before)
 
 
 def pair_of_caches(tmp_path, share, blocks=200, heads=2, dim=64, **options):
@@ -327,7 +319,7 @@ def test_memory_stays_within_the_limit(tmp_path):
             cache.write(layer, 1, rows, rows)
     assert cache.spill.memory_bytes <= limit
     assert cache.memory()["kv"] <= limit
-    # K and V are 246 MB. Beside the limit there are buffers of threads, and what AddressSanitizer keeps of freed memory.
+    # K and V are 246 MB. Beside the limit are buffers of threads, and what AddressSanitizer keeps of freed memory.
     assert resident() - before < limit + (80 << 20)
     assert cache.memory()["disk"] > 200 << 20
 

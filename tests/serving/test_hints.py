@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from places import GOLDEN
 from seeded_weights import seeded
-from serving import Alone, Clock, run, same, sampled, settled
+from serving import ONE, Alone, asked, clocked, run, same, sampled, settled
 from state_networks import VOCABULARY, StateNetwork
 from tier_stores import SECRET, Faulty, ObjectStore
 from windowed_networks import Windowed
 
-from kvcache import BatchEngine, EvictionPolicy, SamplingParams
+from kvcache import BatchEngine, EvictionPolicy
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, Transformer
 from kvcache.errors import InvalidOperationError, QueueFullError
 from kvcache.serving import exposition, prefetches, steps
@@ -24,7 +24,6 @@ from kvcache.tiers import Tiers, lookups
 pytestmark = pytest.mark.one_build
 
 NETWORK = Transformer.from_pretrained(GOLDEN / "llama")
-ONE = SamplingParams(temperature=0.0, max_tokens=1)
 KINDS = [
     (NETWORK, {}), (Windowed(NETWORK, 10), {}), (NETWORK, {"dtype": "q4", "residual_length": 16}),
     (StateNetwork("one of each"), {}), (StateNetwork("states alone"), {}),
@@ -48,14 +47,7 @@ def branch(number, head, length):
 
 
 def engine_of(blocks=40, network=NETWORK, **options):
-    clock = Clock()
-    return BatchEngine(network, block_size=8, num_blocks=blocks, clock=clock, **options), clock
-
-
-def asked(engine, prompt, params=ONE, **options):
-    request = engine.submit(prompt, params, **options)
-    run(engine)
-    return request
+    return clocked(network, blocks, **options)
 
 
 def cached(engine, prompt, **options):

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from places import GOLDEN
-from serving import GREEDY, Alone, Clock, run, same, sampled, settled
+from serving import GREEDY, ONE, Alone, asked, clocked, run, same, sampled, settled
 from state_networks import VOCABULARY, StateNetwork
 from windowed_networks import Windowed
 
@@ -18,7 +18,6 @@ pytestmark = pytest.mark.one_build
 
 NETWORK = Transformer.from_pretrained(GOLDEN / "llama")
 WARM = SamplingParams(temperature=0.0, max_tokens=0)
-ONE = SamplingParams(temperature=0.0, max_tokens=1)
 
 
 def text(number, length):
@@ -27,14 +26,7 @@ def text(number, length):
 
 
 def engine_of(blocks=40, network=NETWORK, **options):
-    clock = Clock()
-    return BatchEngine(network, block_size=8, num_blocks=blocks, clock=clock, **options), clock
-
-
-def asked(engine, prompt, params=ONE, **options):
-    request = engine.submit(prompt, params, **options)
-    run(engine)
-    return request
+    return clocked(network, blocks, **options)
 
 
 def crowd(engine, first, count=6):

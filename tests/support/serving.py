@@ -3,9 +3,10 @@
 import numpy as np
 from oracles.text import PlainTexts
 
-from kvcache import InferenceEngine, SamplingParams
+from kvcache import BatchEngine, InferenceEngine, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=8)
+ONE = SamplingParams(temperature=0.0, max_tokens=1)
 
 
 class Clock:
@@ -85,6 +86,19 @@ def run(engine, check=True):
             engine.check()
     engine.check()
     return steps
+
+
+def clocked(network, blocks=40, **options):
+    """An engine with blocks of eight tokens, and its clock."""
+    clock = Clock()
+    return BatchEngine(network, block_size=8, num_blocks=blocks, clock=clock, **options), clock
+
+
+def asked(engine, prompt, params=ONE, **options):
+    """Submit a request, and step until it has ended."""
+    request = engine.submit(prompt, params, **options)
+    run(engine)
+    return request
 
 
 def same(completion, want):
