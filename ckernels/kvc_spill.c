@@ -240,8 +240,8 @@ static void end_read(kvc_spill *s, int32_t unit, int code, int is_good) {
         list_if_free(s, unit, 0);
         return;
     }
-    u->next = code; /* of the fault, for who holds it */
-    if (!u->holds) give_memory(s, unit); /* ahead of its use: who asks for it reads it again */
+    u->next = code; /* of the fault: the thread that holds the unit reads it */
+    if (!u->holds) give_memory(s, unit); /* it was read ahead; the next call that holds it reads it again */
 }
 
 static void end_write(kvc_spill *s, int32_t unit, int code) {
@@ -299,7 +299,7 @@ static void *work(void *context) {
         else
             serve(s, buffer);
     }
-    if (!buffer) s->num_threads--; /* the others serve, or those who wait */
+    if (!buffer) s->num_threads--; /* other threads serve then, or those that wait */
     pthread_cond_broadcast(&s->done);
     pthread_mutex_unlock(&s->lock);
     free(buffer);
@@ -400,11 +400,26 @@ static int make_room(kvc_spill *s, int32_t unit_to_come) {
 
 /* ---- Holding. */
 
-static int32_t unit_at(const kvc_spill *s, const kvc_units *units, int64_t i, int32_t *last, const kvc_run **run) {
-    *run = units->runs + (units->list ? units->list[i] / units->divisor : i);
-    if ((*run)->block == *last) return -1;
-    *last = (*run)->block;
-    return (int32_t)(units->layer * (int64_t)s->num_blocks + *last);
+/* The units of a list, one after another, each once; `run` is that of the unit. */
+typedef struct unit_walk {
+    const kvc_units *units;
+    const kvc_run *run;
+    int64_t next;
+    int32_t last;
+} unit_walk;
+
+static unit_walk walk_of(const kvc_units *units) { return (unit_walk){.units = units, .last = -1}; }
+
+static int32_t next_unit(const kvc_spill *s, unit_walk *walk) { /* -1: there are no more */
+    const kvc_units *units = walk->units;
+    while (walk->next < units->count) {
+        const int64_t i = walk->next++;
+        walk->run = units->runs + (units->list ? units->list[i] / units->divisor : i);
+        if (walk->run->block == walk->last) continue;
+        walk->last = walk->run->block;
+        return (int32_t)(units->layer * (int64_t)s->num_blocks + walk->last);
+    }
+    return -1;
 }
 
 /* Brings a unit that is held into memory, or begins to. 1: it is there. */
@@ -440,25 +455,20 @@ static int is_elsewhere(kvc_spill *s, const kvc_units *units) { /* a child of fo
 }
 
 int64_t kvc_hold(kvc_spill *s, const kvc_units *units, kvc_use use) {
-    const kvc_run *run;
     int64_t waits = 0, missing = 0;
     if (!units->count) return 0;
     if (is_elsewhere(s, units)) return units->count;
     pthread_mutex_lock(&s->lock);
-    int32_t last = -1, unit;
-    for (int64_t i = 0; i < units->count; i++) { /* all of them before any is brought, so that none leaves for another */
-        if ((unit = unit_at(s, units, i, &last, &run)) < 0) continue;
+    unit_walk walk = walk_of(units);
+    for (int32_t unit; (unit = next_unit(s, &walk)) >= 0;) { /* all before any is brought, so that none leaves for another */
         unlist_unit(s, unit);
         s->units[unit].holds++;
         s->stats.held_units += use == KVC_TO_READ;
     }
-    last = -1;
-    for (int64_t i = 0; i < units->count; i++) {
-        if ((unit = unit_at(s, units, i, &last, &run)) >= 0) waits += !bring(s, unit, use);
-    }
-    last = -1;
-    for (int64_t i = 0; i < units->count; i++) {
-        if ((unit = unit_at(s, units, i, &last, &run)) < 0) continue;
+    walk = walk_of(units);
+    for (int32_t unit; (unit = next_unit(s, &walk)) >= 0;) waits += !bring(s, unit, use);
+    walk = walk_of(units);
+    for (int32_t unit; (unit = next_unit(s, &walk)) >= 0;) {
         while (is_busy(&s->units[unit], use) && wait_for_one(s)) continue;
         unit_record *u = &s->units[unit];
         if (use == KVC_TO_REPLACE) u->state |= PRESENT; /* also where it was read ahead, in vain */
@@ -476,12 +486,10 @@ int64_t kvc_hold(kvc_spill *s, const kvc_units *units, kvc_use use) {
 }
 
 void kvc_release(kvc_spill *s, const kvc_units *units, kvc_use use) {
-    const kvc_run *run;
     if (!units->count || is_elsewhere(s, units)) return;
     pthread_mutex_lock(&s->lock);
-    int32_t last = -1, unit;
-    for (int64_t i = 0; i < units->count; i++) {
-        if ((unit = unit_at(s, units, i, &last, &run)) < 0) continue;
+    unit_walk walk = walk_of(units);
+    for (int32_t unit; (unit = next_unit(s, &walk)) >= 0;) {
         unit_record *u = &s->units[unit];
         if (--u->holds) continue;
         if (!(u->state & PRESENT)) { /* it could not be read; what was to change it is lost */
@@ -491,7 +499,7 @@ void kvc_release(kvc_spill *s, const kvc_units *units, kvc_use use) {
         }
         list_if_free(s, unit, 0);
         /* Written behind, once memory is half full: a block whose last slot has come does not change any more. */
-        if (use == KVC_TO_READ || run->stop != s->block_size || (size_t)s->stats.resident * 2 < s->limit || s->write_error) continue;
+        if (use == KVC_TO_READ || walk.run->stop != s->block_size || (size_t)s->stats.resident * 2 < s->limit || s->write_error) continue;
         begin_write(s, unit, 0);
     }
     make_room(s, -1); /* what was held may have had no room */
@@ -500,12 +508,10 @@ void kvc_release(kvc_spill *s, const kvc_units *units, kvc_use use) {
 }
 
 void kvc_spoil(kvc_spill *s, const kvc_units *units) {
-    const kvc_run *run;
     if (!units->count || is_elsewhere(s, units)) return;
     pthread_mutex_lock(&s->lock);
-    int32_t last = -1, unit;
-    for (int64_t i = 0; i < units->count; i++) {
-        if ((unit = unit_at(s, units, i, &last, &run)) < 0) continue;
+    unit_walk walk = walk_of(units);
+    for (int32_t unit; (unit = next_unit(s, &walk)) >= 0;) {
         unit_record *u = &s->units[unit];
         u->state = (unsigned char)((u->state & ~PRESENT) | SAVED | IS_SPOILED);
         if (!--u->holds && (u->state & TAKEN)) give_memory(s, unit);
@@ -514,12 +520,10 @@ void kvc_spoil(kvc_spill *s, const kvc_units *units) {
 }
 
 void kvc_hold_ahead(kvc_spill *s, const kvc_units *units) {
-    const kvc_run *run;
     if (!units->count || is_elsewhere(s, units)) return;
     pthread_mutex_lock(&s->lock);
-    int32_t last = -1, unit;
-    for (int64_t i = 0; i < units->count; i++) {
-        if ((unit = unit_at(s, units, i, &last, &run)) < 0) continue;
+    unit_walk walk = walk_of(units);
+    for (int32_t unit; (unit = next_unit(s, &walk)) >= 0;) {
         unit_record *u = &s->units[unit];
         if ((u->state & TAKEN) || !(u->state & SAVED)) continue;
         while (bytes_with(s, unit) > s->limit && s->oldest >= 0 && drop_unit(s, s->oldest)) continue;

@@ -1,4 +1,4 @@
-/* kvc_spill.h - blocks that lie in memory or in a file: who needs one holds it, and it is in memory until it is released.
+/* kvc_spill.h - blocks that lie in memory or in a file: a call holds those that it needs, and they stay in memory until then.
  *
  * A unit is one block of one layer, with all KV heads. It keeps its address in the arena, so that kernels know nothing of files:
  *
@@ -59,7 +59,7 @@ void kvc_spill_refer(kvc_spill *, const int32_t *references);
  * for itself. More than the limit is in memory only while held units alone are. */
 int64_t kvc_hold(kvc_spill *, const kvc_units *, kvc_use);
 void kvc_release(kvc_spill *, const kvc_units *, kvc_use);
-/* The same of units that were to be replaced by what could not be read: who holds them meets a fault from now on. */
+/* Release units whose new bytes could not be read: each call that holds them from now on gets a fault. */
 void kvc_spoil(kvc_spill *, const kvc_units *);
 /* Begins to read units that are not in memory, as far as there is room without writing. */
 void kvc_hold_ahead(kvc_spill *, const kvc_units *);

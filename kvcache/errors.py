@@ -113,7 +113,7 @@ class SpillError(KvCacheError):
     Attributes:
         folder: of the file.
         layer, block: what could not be read, a layer of the cache that spills and one of its blocks; -1: it is not one.
-        reason: what was expected, and what there is.
+        reason: the words of the message that say what was expected and what was found.
     """
 
     def __init__(self, folder: str, layer: int, block: int, reason: str) -> None:

@@ -85,7 +85,7 @@ class Talk:
 
 
 def _described(name: str) -> str:
-    return f"Use {name} with a path, relative to the folder of the project, and it returns what there is to know of it."
+    return f"Use {name} with a path, relative to the folder of the project, and it returns a text about it."
 
 
 def _chat(talk: Talk) -> dict[str, Any]:

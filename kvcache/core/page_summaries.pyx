@@ -62,7 +62,7 @@ cdef class PageSummaries:
             own, new, start = self.of_(layer), other.of_(layer), self.layouts.starts[layer] * <size_t>self.num_blocks
             for block in range(self.num_blocks):
                 if spill is not None and spill.pool.refs[block] == 0:
-                    continue    # its keys may be gone; who takes it writes it, and forgets these
+                    continue    # its keys may be gone; they are summarised when it has new ones
                 for page in range(self.pages):
                     at = block * self.pages + page
                     if own.made[at]:

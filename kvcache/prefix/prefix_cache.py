@@ -279,8 +279,8 @@ class PrefixCache(IndexedCache):
     def demote(self, token_ids: Any, namespace: Hashable = None, after: int = 0) -> OwnPart | None:
         """Let the blocks that a text alone has be evicted before all others, unless they are used again.
 
-        Those of other texts, and of its first `after` tokens, stay as they are. What alone continues the text, such as
-        an answer, counts as its own.
+        Blocks of other texts, and of its first `after` tokens, stay as they are. Blocks behind the text, such as those
+        of an answer, are its own where no other text has them.
 
         Returns:
             The text to the end of these blocks, and how many of its tokens are before them; None: there are none.

@@ -44,8 +44,8 @@ class ServedAdapters(Mapping[str, str]):
     def attach(self, engine: BatchEngine) -> None:
         """Load all into the engine of the model, which has just been made.
 
-        Those that clients have named may be gone since: without one that cannot be read the model is loaded all the
-        same. What a client unloads meanwhile is not in the engine.
+        An adapter that a client has named may have been removed from its folder: the model loads without it then. An
+        adapter that a client unloads meanwhile is not in the engine.
 
         Raises:
             FileNotFoundError, CheckpointError: as `read_adapter`, of one that was there from the beginning on.

@@ -347,7 +347,7 @@ class BatchEngine(NetworkEngine):
                 else, unless it is used again. "pin": it stays, as by `keep` of `submit`, as far as it is cached.
                 "prefetch": it comes back; it is read from the tiers, and pinned. "release": it has ended; what it alone
                 has is forgotten, in the memory of this process. "share": the head that all of the prompts begin with is
-                pinned. What alone continues a text, such as an answer, counts as its own.
+                pinned. Blocks behind a text, such as those of an answer, are its own where no other text has them.
             prompts: token ids, or texts, at most 64; "share" takes two or more.
             namespace, prefix, adapter: as of `submit`.
             ttl: seconds that a text stays for, of "pin" and "share" (by default 300) and of "prefetch" (60 more than

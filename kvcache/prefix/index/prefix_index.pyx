@@ -340,7 +340,7 @@ cdef class PrefixIndex:
     def demote(self, tokens, name=None, Py_ssize_t after=0):
         """Let the pages that only the text of `tokens` has be evicted before all others, unless it is used again.
 
-        Those of its first `after` tokens stay as they are. What alone continues the text counts as its own.
+        Pages of its first `after` tokens stay as they are. Pages behind the text are its own if no other text has them.
 
         Returns:
             The text to the end of these pages, and the number of its tokens before them; None: there are none.
