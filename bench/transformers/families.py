@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
+from bench.transformers.models import with_large_weights
 from kvcache.integrations.transformers import PagedCache
 
 __all__ = ["OUTCOMES", "Outcome", "main", "try_family"]
@@ -211,13 +212,7 @@ def make_model(kind: str) -> Any:
         raise ValueError(f"{kind}: expected at most {MOST_WEIGHTS} weights, got {count}")
     torch.manual_seed(0)
     model = maker.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() > 1 and "embed" not in name and "conv" not in name:
-                weight.normal_(0, weight.shape[-1] ** -0.5)
-            elif "sinks" in name:
-                weight.normal_()
-    return model
+    return with_large_weights(model)
 
 
 def _generate(model: Any, cache: Any) -> Any:

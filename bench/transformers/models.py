@@ -22,7 +22,7 @@ from transformers import (
 from kvcache.integrations.transformers import PagedCache, pack_weights
 
 __all__ = ["BOUND", "FORMATS", "SHAPES", "decode", "fill", "is_one", "kv_bytes", "make_model", "makers", "packed",
-           "prefill"]
+           "prefill", "with_large_weights"]
 
 FORMATS = ("f32", "f16", "q8", "q4")
 BOUND = "attention left out"  # what the rest of a model takes, whatever the cache
@@ -57,6 +57,17 @@ class NoCache(DynamicCache):
 
     def crop(self, max_length: int) -> None:
         self.length += max_length if max_length < 0 else max_length - self.length
+
+
+def with_large_weights(model: Any) -> Any:
+    """Draw the matrices of a model anew, larger than the usual 0.02, so that its attention is not flat."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1 and "embed" not in name and "conv" not in name:
+                weight.normal_(0, weight.shape[-1] ** -0.5)
+            elif "sinks" in name:
+                weight.normal_()
+    return model
 
 
 def _no_attention(module: Any, query: Any, *_: Any, **__: Any) -> tuple[Any, None]:

@@ -8,6 +8,8 @@ import transformers
 from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from bench.transformers.models import with_large_weights
+
 COMMON = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
@@ -103,13 +105,7 @@ def make_model(kind, attention=None, dtype=torch.float32, seed=0, **settings):
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     if attention or not model._supports_sdpa:
         model.set_attn_implementation(attention or "eager")
-    with torch.no_grad():  # more than the usual 0.02: attention that is not flat
-        for name, weight in model.named_parameters():
-            if weight.dim() > 1 and "embed" not in name and "conv" not in name:
-                weight.normal_(0, weight.shape[-1] ** -0.5)
-            elif "sinks" in name:
-                weight.normal_()
-    return model
+    return with_large_weights(model)
 
 
 def left_padded(lengths, total, vocabulary=61, seed=0):
