@@ -1,8 +1,8 @@
 """The demo: a small model, a workload like that of a server, and its display.
 
-In a clone and in the sdist `config.json`, `model.safetensors` and `tokenizer.json` beside this file are an ordinary Hugging
-Face checkpoint; `README.md` is its model card. The wheels of an index leave it to the package `kvcache_demo`, which one
-wheel brings to all platforms.
+In a clone and in the sdist `config.json`, `model.safetensors` and `tokenizer.json` beside this file are an ordinary
+Hugging Face checkpoint; `README.md` is its model card. The wheels of an index leave it to the package `kvcache_demo`,
+which one wheel brings to all platforms.
 """
 
 from importlib.util import find_spec

@@ -105,11 +105,11 @@ def test_the_model_may_come_in_a_package_of_its_own(tmp_path, monkeypatch, capsy
     (tmp_path / "kvcache_demo").mkdir()
     (tmp_path / "kvcache_demo" / "model.safetensors").touch()
     importlib.invalidate_caches()
-    assert demo.DIRECTORY == tmp_path / "kvcache_demo"
+    assert tmp_path / "kvcache_demo" == demo.DIRECTORY
     (tmp_path / "demo" / "model.safetensors").touch()  # in a clone
-    assert demo.DIRECTORY == tmp_path / "kvcache_demo"
+    assert tmp_path / "kvcache_demo" == demo.DIRECTORY
     del demo.DIRECTORY
-    assert demo.DIRECTORY == tmp_path / "demo"
+    assert tmp_path / "demo" == demo.DIRECTORY
 
 
 def test_the_version(capsys):
