@@ -327,7 +327,7 @@ class Pool:
         """Raise OutOfMemoryError unless a text and the cached texts that it sees have room beside their blocks."""
         if isinstance(text.prefix, SeenParts):
             for _, group in self.part_groups:
-                group.expect_parts(text.prefix)
+                group.expect_parts(text, text.prefix)
 
     def keep_pages(self, text: Text, stop: int, ends: bool = False) -> None:
         """Cache what other texts need with the blocks of the index."""

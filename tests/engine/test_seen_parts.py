@@ -240,7 +240,7 @@ def test_threads_and_samples_have_their_bits(network):
 @pytest.mark.parametrize("windows", [False, True])
 def test_a_directory_has_the_documents(network, tmp_path, windows):
     """Another process finds them there, but for the tokens behind the last whole group of a tier."""
-    network = Windowed(network, 30) if windows else network
+    network = Transformer.from_pretrained(GOLDEN / "gemma3") if windows else network
     long = [tokens(90), tokens(60), tokens(7)]
     asked = [(SeenParts.of_segments(HEAD, documents, 0)[0], QUESTION) for documents in (long, long[::-1])]
     asked.append((SeenParts.of_edit(tokens(70), [(3, 5)], SeenParts.of_edit(long[0], [(50, 70)])), QUESTION))

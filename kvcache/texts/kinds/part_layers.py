@@ -130,8 +130,11 @@ class PartLayers(Layers):
         given = self.with_parts(place, (*ids[:number], found, *ids[number + 1 :]))
         text.places = (*text.places[:index], given, *text.places[index + 1 :])
 
-    def expect_parts(self, prefix: SeenParts) -> None:
-        """Raise OutOfMemoryError unless there is room for a text that sees these parts."""
+    def expect_parts(self, text: Text, prefix: SeenParts) -> None:
+        """Raise OutOfMemoryError unless there is room for a text that sees these parts, and for the one of their texts.
+
+        Blocks of counted layers are not asked for.
+        """
 
     def part_blocks(self, prefix: Behind | None) -> dict[tuple[bytes, bytes], int]:
         """The blocks that the cached texts of parts take, by these texts."""

@@ -155,8 +155,10 @@ class WindowLayers(PartLayers):
         lacking = error.requested - error.available
         return super().make_room(cache, error) or (bool(self._seen.ids) and self._grow(lacking))
 
-    def expect_parts(self, prefix: SeenParts) -> None:
-        needed = sum(self.part_blocks(prefix).values()) + 2 * self._most_of_text + 2
+    def expect_parts(self, text: Text, prefix: SeenParts) -> None:
+        longest = max((len(each.tokens) for each in prefix.texts), default=0)
+        own = [min(-(-count // self._size) + 1, self._most_of_text) for count in (text.num_tokens, longest)]
+        needed = sum(self.part_blocks(prefix).values()) + sum(own)
         if needed > self._most_blocks:
             raise OutOfMemoryError(needed, self._most_blocks)
 
