@@ -55,6 +55,10 @@ def test_attention(rng):
             got = cache.attention(0, q, [0], window=window, chunked=chunked)
             unseen = (num_tokens - 1) // window * window if chunked else max(0, num_tokens - window)
             same(got.ravel(), bits.attended(q.ravel(), dim**-0.5, *sides, num_tokens, unseen))
+        firsts = np.array([0, num_tokens // 3, num_tokens // 3, num_tokens - 1])
+        got = cache.attention(0, q.repeat(4, axis=0), [0], query_lens=[4], causal=False, firsts=firsts)
+        for row, unseen in zip(got, firsts.tolist(), strict=True):
+            same(row.ravel(), bits.attended(q.ravel(), dim**-0.5, *sides, num_tokens, unseen))
 
 
 def test_products(rng):

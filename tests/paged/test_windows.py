@@ -182,6 +182,10 @@ def test_bad_arguments(rng):
         ({"mask": [0]}, ValueError, "mask: expected -1 to -1 as parent of query 0 of sequence 0, got 0"),
         ({"mask": [-2]}, ValueError, "mask: expected -1 to -1"),
         ({"mask": [0.5]}, TypeError, "mask: expected integers"),
+        ({"firsts": [0], "mask": [-1]}, ValueError, "firsts: expected None beside mask"),
+        ({"firsts": [0, 0]}, ValueError, "firsts: expected 1 numbers, one per query, got 2"),
+        ({"firsts": [-1]}, ValueError, "firsts: expected at least 0 of query 0 of sequence 0"),
+        ({"firsts": [0.5]}, TypeError, "firsts: expected integers"),
         ({"return_scores": "heads"}, ValueError, "return_scores: expected False, True or"),
     ):
         with pytest.raises(error, match=message):
