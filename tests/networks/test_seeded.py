@@ -42,7 +42,7 @@ def test_networks(golden):
 
 
 def test_texts(golden):
-    """The greedy continuation: in a batch, of the shortest and the longest alone, of this in pieces, which change no bit."""
+    """The greedy continuation in a batch; of the shortest and the longest alone; of this one in pieces, bit for bit."""
     model, arrays, lengths = golden
     prompts = [arrays[f"prompt_{length}"] for length in lengths]
     expected = [arrays[f"greedy_{length}"].tolist() for length in lengths]

@@ -19,10 +19,8 @@ SYSTEMS = [
     for name in re.findall(r"^class (\w+System)\(", path.read_text(), re.M)
 ]
 # Python over compiled parts that have systems of their own; two of the engines' have the turns, which are compiled too.
-IN_PYTHON = {
-    system for system in SYSTEMS
-    if system.startswith(("systems.engine.", "systems.serving.")) and not system.endswith((".EngineSystem", ".CachedSystem"))
-}
+HAVE_TURNS = ("systems.engine.EngineSystem", "systems.engine.CachedSystem")
+IN_PYTHON = {each for each in SYSTEMS if each.startswith(("systems.engine.", "systems.serving."))} - {*HAVE_TURNS}
 CASES = [pytest.param(each, marks=[pytest.mark.one_build] if each in IN_PYTHON else []) for each in SYSTEMS]
 
 
