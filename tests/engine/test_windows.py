@@ -11,6 +11,7 @@ from kvcache.engine import InferenceEngine, PrefixCachedEngine
 from kvcache.errors import InvalidOperationError
 from kvcache.networks.protocols import LayerAttention
 
+pytestmark = pytest.mark.one_build
 SPARE = 64  # tokens before a window that stay
 
 
