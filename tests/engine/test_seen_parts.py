@@ -305,6 +305,69 @@ def test_many_parts_run_in_short_pieces(network):
     assert 2048 < max(passes) <= 4096
 
 
+# -- windows ----------------------------------------------------------------------------------------------------------
+
+
+def test_windows_keep_what_can_be_seen_alone(network):
+    """A segment too far from all tokens takes no memory there, and is cached without its window."""
+    model = Windowed(network, 30)
+    (far, own), (near, linked) = segmented((0, 1, 3), 0), segmented((0, 1, 3), 16)
+    cached = PrefixCachedEngine(InferenceEngine(model), 200)
+    window = cached._pool.groups[1]
+    for prefix, count in ((far, 1), (near, 3)):  # a document is near the links of the next one; the head is not
+        cached.inner.reset(prefix)
+        ids = window.part_ids(cached.inner._sequence.text.places[1])
+        held = [window.cache.get_sequence(each).num_tokens for each in ids if each >= 0]
+        assert len(held) == count
+        assert max(held) < 30 + 16
+    want = [key(InferenceEngine(model).complete(each, PARAMS, prefix=it)) for it, each in ((far, own), (near, linked))]
+    options = {"head": HEAD, "segments": [DOCUMENTS[i] for i in (0, 1, 3)]}
+    assert key(cached.complete(QUESTION, PARAMS, link=0, **options)) == want[0]
+    window.pages.clear()
+    found = cached.complete(QUESTION, PARAMS, link=0, **options)
+    assert key(found) == want[0]
+    assert [each.cached for each in found.segments[:2]] == [40, 33]
+    assert found.segments[2].cached < 50
+    window.pages.clear()
+    found = cached.complete(QUESTION, PARAMS, **options)
+    assert key(found) == want[1]
+    assert all(each.cached < each.tokens for each in found.segments)
+    cached.check()
+
+
+def test_windows_grow_for_many_segments(network):
+    """As far as memory allows; a request for which that is too little is refused by itself."""
+    model, documents = Windowed(network, 40), [tokens(45) for _ in range(9)]
+    prefix, again = SeenParts.of_segments(HEAD, documents, 16)
+    own = np.concatenate([again, QUESTION])
+    want = key(InferenceEngine(model, num_blocks=90).complete(own, PARAMS, prefix=prefix))
+    options = {"num_blocks": 90, "max_running": 1}
+    batch = BatchEngine(model, **options)
+    before = batch._pool.groups[1].cache.total_blocks
+    waiting = batch.submit(own, PARAMS, prefix=prefix)
+    run(batch)
+    assert key(waiting.completions()[0]) == want
+    assert before < batch._pool.groups[1].cache.total_blocks <= before + 90
+    settled(batch)
+    bytes_of_all = BatchEngine(model, **options).memory()["kv"]
+    limited = BatchEngine(model, max_memory_bytes=bytes_of_all, **options)
+    with pytest.raises(OutOfMemoryError):
+        limited.submit(own, PARAMS, prefix=prefix)
+    run(limited)
+    settled(limited)
+
+
+def test_windows_refuse_what_is_seen_from_within_a_text(network):
+    """Its newest tokens are not those that are seen."""
+    within = SeenParts((SeenPart(HEAD, ((0, 5),)),), 10)
+    behind = SeenParts((SeenPart(QUESTION, ((0, 9),), 0, within),), 40)
+    assert key(InferenceEngine(network).complete(QUESTION, PARAMS, prefix=within))
+    for prefix in (within, behind):
+        for call in (InferenceEngine(Windowed(network, 12)).complete, BatchEngine(Windowed(network, 12)).submit):
+            with pytest.raises(ValueError, match="prefix: expected parts that are seen from behind the ends"):
+                call(QUESTION, PARAMS, prefix=prefix)
+
+
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 
@@ -355,7 +418,7 @@ def test_what_does_not_go_with_segments_is_refused_by_name(network):
     for call, kind, words in (
         (of(eviction_policy=None, sparse_tokens=64), ValueError, "segments: expected None with sparse_tokens"),
         (of(dtype="q4"), ValueError, "segments: expected None with a residual_length"),
-        (of(Windowed(network, 12, chunked=True)), ValueError, "segments: expected None with layers that attend within c"),
+        (of(Windowed(network, 12, chunked=True)), ValueError, "segments: expected None with layers that attend"),
         (of(StateNetwork("one of each")), ValueError, "segments: expected None with layers that keep a state"),
         (lambda: InferenceEngine(network, dtype="q4").score(QUESTION, prefix=prefix), ValueError, "prefix: expected"),
         (lambda: BatchEngine(network).submit(QUESTION, segments=segments, prompt_logprobs=0), ValueError,

@@ -57,7 +57,8 @@ NETWORKS = {
 ALONE = {kind: Alone(NETWORKS.get(kind, NETWORK), block_size=8, **options) for kind, options in OPTIONS.items()}
 
 
-SEEING = ["f32", "f16", "q8", "q4", "a window", "two windows", "windows alone", "gemma3"]  # kinds whose texts may see parts of cached texts
+# Kinds whose texts may see parts of cached texts.
+SEEING = ["f32", "f16", "q8", "q4", "a window", "two windows", "windows alone", "gemma3"]
 HEAD = PROMPTS[0][:11]
 
 

@@ -17,6 +17,7 @@ share, a page needs no page before it, and the least recently used one leaves fi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -121,12 +122,13 @@ class WindowLayers(PartLayers):
 
     def has_room(self, text: Text, found: int, start: CachedStart, running: Sequence[Text]) -> bool:
         size, first, spare = self._size, start.first // self._size, len(running)
-        most = self._most_of_text
+        most = self._most_of(sys.maxsize)
         needed = min(-(-text.num_tokens // size) - first, most) - (found // size - first) + spare
         claimed = len(start.blocks) + spare * (most + 1)
         if None in start.parts and text.prefix is not None:  # those texts run before it, one after another at least
             taken, parts = self.part_blocks(text.prefix), zip(text.prefix.parts, start.parts, strict=True)
-            needed += sum(taken[key] for key in {part.key for part, held in parts if held is None}) + most
+            missing = {part.key: len(part.tokens) for part, held in parts if held is None}
+            needed += sum(taken[key] for key in missing) + self._most_of(max(missing.values()))
         for each in (*running, text):
             if each.prefix is not None and each.prefix.parts:
                 claimed += sum(self.part_blocks(each.prefix).values())
@@ -135,10 +137,10 @@ class WindowLayers(PartLayers):
         idle = 0 if self.pages is None else self.pages.idle_blocks
         return not running and self._grow(needed - self.cache.free_block_count - idle)
 
-    @property
-    def _most_of_text(self) -> int:
-        """The most blocks of a text in a pass."""
-        return _num_kept(self._kept, self._size) + -(-self._most_piece // self._size)
+    def _most_of(self, num_tokens: int) -> int:
+        """The most blocks of a text of so many tokens, in a pass too."""
+        size = self._size
+        return min(-(-num_tokens // size) + 1, _num_kept(self._kept, size) + -(-self._most_piece // size))
 
     def _grow(self, blocks: int) -> bool:
         """Add blocks for parts of cached texts, if there may be as many; whether there are."""
@@ -157,8 +159,7 @@ class WindowLayers(PartLayers):
 
     def expect_parts(self, text: Text, prefix: SeenParts) -> None:
         longest = max((len(each.tokens) for each in prefix.texts), default=0)
-        own = [min(-(-count // self._size) + 1, self._most_of_text) for count in (text.num_tokens, longest)]
-        needed = sum(self.part_blocks(prefix).values()) + sum(own)
+        needed = sum(self.part_blocks(prefix).values()) + self._most_of(text.num_tokens) + self._most_of(longest)
         if needed > self._most_blocks:
             raise OutOfMemoryError(needed, self._most_blocks)
 

@@ -1,8 +1,8 @@
 """Texts that see parts of cached texts, as a dense pass with an explicit mask in float64: nothing is cached or merged.
 
 Each cached text stands in the pass once for each place that it is seen at, at the positions of that place. Distances
-within it are those of its own text, so its rows are the same; no query is turned. Windows are those of positions. Where queries grow with positions, as
-in Ministral 3, those of cached texts grow by the positions in their own text.
+within it are those of its own text, so its rows are the same; no query is turned, and windows are of positions. Where
+queries grow with positions, as in Ministral 3, those of cached texts grow by the positions in their own text.
 """
 
 from __future__ import annotations
