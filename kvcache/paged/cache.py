@@ -100,10 +100,10 @@ class PagedKvCache:
         num_layers: layers; every block holds its tokens' K and V of all of them.
         separate_layers: a sequence, and so a block, holds tokens of one layer. A text has a sequence for each layer, so
             its layers may keep different tokens. Every call names the sequence's layer. All layers have one format.
-        dtype: storage format, "f32", "f16", "q8", "q6", "q4", "q3" or "q2"; `key_dtype`, `value_dtype` name them apart.
-            The quantised ones keep a scale and a minimum in f16 per token and head, and codes of exactly that
-            many bits. A list or tuple has one for each layer. A `Format` in Python is applied to what is written, and
-            stored in f32.
+        dtype: storage format, "f32", "f16", "q8", "q6", "q5", "q4", "q3" or "q2"; `key_dtype`, `value_dtype` name
+            them apart. The quantised ones keep a scale and a minimum in f16 per token and head, and codes of exactly
+            that many bits. A list or tuple has one for each layer. A `Format` in Python is applied to what is written,
+            and stored in f32.
         rotate: whether quantised rows are stored under a Hadamard rotation, which spreads outlier channels
             (QuaRot, arXiv 2404.00456, section 4): "auto" where their head_dim is a power of two, True, or False.
         eviction_strategy: which sequence is evicted first, by default `EvictionStrategy.LRU()`.

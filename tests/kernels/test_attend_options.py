@@ -8,7 +8,7 @@ from pace import FAST, half
 
 from kvcache.kernels import kernelcalls
 
-TOLERANCE = {"f32": 5e-6, "f16": 5e-6, "q8": 0.01, "q6": 0.01, "q4": 0.01, "q3": 0.01, "q2": 0.01}
+TOLERANCE = {"f32": 5e-6, "f16": 5e-6, "q8": 0.01, "q6": 0.01, "q5": 0.01, "q4": 0.01, "q3": 0.01, "q2": 0.01}
 FORMATS = [*((name, name) for name in TOLERANCE), ("q4", "f16"), ("f32", "q8"), ("q8", "q3")]
 WINDOWS = [1, 2, 15, 16, 17, 63, 64, 65, 511, 512, 513, 5000]
 

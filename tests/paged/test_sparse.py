@@ -7,7 +7,7 @@ from pace import FAST
 
 from kvcache import Calibration, PagedKvCache, set_num_threads
 
-FORMATS = [("f32", "f32"), ("f16", "f16"), ("q8", "q8"), ("q4", "q4"), ("q4", "f16"), ("q3", "q6")]
+FORMATS = [("f32", "f32"), ("f16", "f16"), ("q8", "q8"), ("q4", "q4"), ("q4", "f16"), ("q3", "q5")]
 
 
 def make(tokens, heads=2, dim=64, block_size=32, **options):

@@ -9,7 +9,7 @@ from kvcache import PagedKvCache, get_num_threads, set_num_threads
 from kvcache.kernels import kernels
 
 FORMATS = [
-    *((name, name) for name in ("f32", "f16", "q8", "q6", "q4", "q3", "q2")), ("f32", "q4"), ("q8", "f16"),
+    *((name, name) for name in ("f32", "f16", "q8", "q6", "q5", "q4", "q3", "q2")), ("f32", "q4"), ("q8", "f16"),
     ("q4", "q8"),
 ]
 WINDOWS = [1, 2, 15, 16, 17, 63, 64, 65, 511, 512, 513, 3000]

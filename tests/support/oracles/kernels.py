@@ -107,11 +107,11 @@ def hadamard(dim):
     return h
 
 
-LEFT_OUT = {4: (0.016, 0.048), 3: (0.036, 0.108), 2: (0.0675, 0.2025)}
+LEFT_OUT = {5: (0.002, 0.02), 4: (0.016, 0.048), 3: (0.036, 0.108), 2: (0.0675, 0.2025)}
 
 
 def quantise(row, bits):
-    """float32 row -> codes, scale, minimum as the kernels store them: over the whole range, or for 4 bits and fewer
+    """float32 row -> codes, scale, minimum as the kernels store them: over the whole range, or for 5 bits and fewer
     with the minimum and scale of `fit`."""
     f32 = np.float32
     row = np.asarray(row, f32)
