@@ -121,7 +121,7 @@ static void draw_options(const source *s, question *q) {
         q->seqs[i].whole = whole;
         if (!whole) q->seqs[i].window = window, q->seqs[i].chunked = chunked;
         if (!whole && !tree && !chunked && ahead)
-            q->seqs[i].ahead = window ? (window < 1L << 62 ? window : 1L << 62) - 1 : ahead;
+            q->seqs[i].ahead = window ? (window < (int64_t)1 << 62 ? window : (int64_t)1 << 62) - 1 : ahead;
         if (!whole && tree && q->seqs[i].num_queries && q->seqs[i].num_queries <= q->seqs[i].num_tokens)
             q->tree[i] = draw_tree(&state, &q->seqs[i]);
         q->seqs[i].start = splitmix(&state) % 3 ? (int64_t)(splitmix(&state) % 3000) : 0;
