@@ -36,6 +36,7 @@ enum {
     LEAVING = 64,              /* units that are written at once to make room */
     ALIGNMENT = 4096,          /* of buffers, as direct reads need */
     STACK_BYTES = 128 << 10,
+    SPARE = 1024,              /* slots of the file that may have room beyond twice what is needed */
 };
 
 /* TAKEN: its memory counts. IS_LEAVING: it leaves once it is written. IS_LISTED: it is in the order of leaving.
@@ -48,6 +49,7 @@ typedef struct unit_record {
     uint32_t checksum;    /* of what the file has */
     uint32_t holds;
     unsigned char state;
+    unsigned char in_file; /* its slot of the file has room, whatever lies there */
 } unit_record;
 
 typedef struct queue {
@@ -66,6 +68,8 @@ struct kvc_spill {
     uint16_t *page_users;                                   /* units that are TAKEN on each page of the system */
     unit_record *units;
     int64_t num_units, num_pages, being_written, write_faults;
+    atomic_llong num_in_file;
+    int keeps_slots; /* the file system takes no room back */
     int32_t newest, oldest;
     queue reads, writes;
     const int32_t *references;
@@ -167,6 +171,8 @@ static int32_t pop(kvc_spill *s, queue *q) {
     return unit;
 }
 
+static int is_unused(const kvc_spill *s, int32_t unit) { return s->references && !s->references[block_of(s, unit)]; }
+
 static void note_fault(kvc_spill *s, kvc_fault_kind kind, int64_t unit, int code) {
     s->stats.faults++;
     if (!s->fault.kind) s->fault = (kvc_fault){kind, layer_of(s, unit), block_of(s, unit), code};
@@ -242,6 +248,8 @@ static void end_write(kvc_spill *s, int32_t unit, int code) {
     const int leaves = u->state & IS_LEAVING;
     u->state &= (unsigned char)~(BEING_WRITTEN | IS_LEAVING);
     s->being_written--;
+    s->num_in_file += !u->in_file;
+    u->in_file = 1; /* a part of it, where it failed */
     if (code) {
         s->write_faults++, s->write_error = code;
     } else {
@@ -270,15 +278,48 @@ static double seconds_now(void) {
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-/* Runs the next request; with the lock, which it leaves meanwhile. */
+/* Whether the file has room for what nothing reads any more: of a block that nobody has, or of a unit that has changed since. */
+static int is_spare(const kvc_spill *s, int64_t unit) {
+    const unit_record *u = &s->units[unit];
+    return u->in_file && !(u->state & (BEING_READ | BEING_WRITTEN)) && (is_unused(s, (int32_t)unit) || !(u->state & SAVED));
+}
+
+/* Gives all such room back, that of neighbours at once; whether there was any. */
+static int punch_spare(kvc_spill *s) {
+    int64_t given = 0;
+    for (int64_t unit = 0, stop; unit < s->num_units && !s->keeps_slots; unit = stop) {
+        const int32_t layer = layer_of(s, unit);
+        for (stop = unit; stop < s->num_units && layer_of(s, stop) == layer && is_spare(s, stop);) stop++;
+        if (stop == unit) {
+            stop++;
+            continue;
+        }
+        s->keeps_slots = !kvc_punch(s->fd, offset_of(s, unit), (int64_t)((size_t)(stop - unit) * s->slots[layer]));
+        for (int64_t i = unit; i < stop && !s->keeps_slots; i++, given++)
+            s->units[i].in_file = 0, s->units[i].state &= (unsigned char)~(SAVED | IS_SPOILED);
+    }
+    s->num_in_file -= given;
+    return given > 0;
+}
+
+static int lacks_room(const request *r) {
+    int lacking = 0;
+    for (int i = 0; i < r->count; i++) lacking += !r->is_read && (r->codes[i] == ENOSPC || r->codes[i] == EDQUOT);
+    return lacking;
+}
+
+/* Runs the next request; with the lock, which it leaves meanwhile. What the disk has no room for is written once more where
+ * slots of others can be given back. */
 static void serve(kvc_spill *s, unsigned char *buffer) {
     request r = next_request(s);
-    pthread_mutex_unlock(&s->lock);
     const double begun = seconds_now();
-    run_request(s, &r, buffer);
-    const double seconds = seconds_now() - begun;
-    pthread_mutex_lock(&s->lock);
-    end_request(s, &r, seconds);
+    for (int again = 1; again >= 0; again--) {
+        pthread_mutex_unlock(&s->lock);
+        run_request(s, &r, buffer);
+        pthread_mutex_lock(&s->lock);
+        if (!again || !lacks_room(&r) || !punch_spare(s)) break;
+    }
+    end_request(s, &r, seconds_now() - begun);
 }
 
 static void *work(void *context) {
@@ -338,8 +379,6 @@ static int wait_for_one(kvc_spill *s) {
 }
 
 /* ---- Room. */
-
-static int is_unused(const kvc_spill *s, int32_t unit) { return s->references && !s->references[block_of(s, unit)]; }
 
 static void begin_write(kvc_spill *s, int32_t unit, int leaves) {
     unit_record *u = &s->units[unit];
@@ -629,6 +668,13 @@ int kvc_spill_expect_room(kvc_spill *s) {
     return error;
 }
 
+void kvc_spill_trim(kvc_spill *s, int64_t used) {
+    if (s->num_in_file <= 2 * used * s->num_layers + SPARE || kvc_this_process() != s->process) return;
+    pthread_mutex_lock(&s->lock);
+    punch_spare(s);
+    pthread_mutex_unlock(&s->lock);
+}
+
 kvc_spill_stats kvc_spill_count(kvc_spill *s) {
     if (kvc_this_process() != s->process) return s->stats;
     pthread_mutex_lock(&s->lock);
@@ -646,7 +692,7 @@ int kvc_spill_state(kvc_spill *s, int32_t layer, int32_t block) {
 
 /* What is wrong with the records of units, while requests may run. */
 static const char *check_units(kvc_spill *s, uint16_t *users) {
-    int64_t listed = 0, taken = 0;
+    int64_t listed = 0, taken = 0, in_file = 0;
     for (int32_t unit = s->oldest, older = -1; unit >= 0; older = unit, unit = s->units[unit].newer, listed++) {
         if (listed > s->num_units || s->units[unit].older != older) return "the order of leaving is broken";
         if (!(s->units[unit].state & IS_LISTED)) return "a unit in the order of leaving does not know it";
@@ -656,7 +702,8 @@ static const char *check_units(kvc_spill *s, uint16_t *users) {
         const unit_record *u = &s->units[i];
         const int state = u->state, is_there = state & PRESENT;
         if (u->holds) return "a unit is held between calls";
-        listed -= (state & IS_LISTED) > 0;
+        listed -= (state & IS_LISTED) > 0, in_file += u->in_file;
+        if ((state & SAVED) && !(state & IS_SPOILED) && !u->in_file) return "a unit that is saved has no slot";
         if (!(state & TAKEN) != !(state & (PRESENT | BEING_READ))) return "memory is taken for a unit that is not there, or not for one that is";
         if ((state & IS_LISTED) && (!is_there || (state & BEING_WRITTEN))) return "a unit that cannot leave is in the order of leaving";
         if (is_there && !(state & (IS_LISTED | BEING_WRITTEN))) return "a unit in memory is not in the order of leaving";
@@ -664,6 +711,7 @@ static const char *check_units(kvc_spill *s, uint16_t *users) {
         for (int64_t p = first_page(s, i); (state & TAKEN) && p <= last_page(s, i); p++) users[p]++;
     }
     if (listed) return "the order of leaving lacks a unit";
+    if (in_file != s->num_in_file) return "the slots of the file are counted wrongly";
     for (int64_t p = 0; p < s->num_pages; p++) {
         if (users[p] != s->page_users[p]) return "the users of a page are counted wrongly";
         taken += users[p] > 0;

@@ -6,6 +6,7 @@
 #define KVC_SYSTEM_H
 
 #include <errno.h>
+#include <fcntl.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -27,6 +28,10 @@ enum {
     KVC_LARGEST_PAGE = 65536, /* of the systems that this runs on: a multiple of their page sizes */
     KVC_HUGE_PAGE = 1 << 21,
 };
+
+#if !defined(EDQUOT) /* a full disk is one errno there */
+#define EDQUOT ENOSPC
+#endif
 
 #if defined(_WIN32)
 typedef int kvc_process;
@@ -84,6 +89,12 @@ static inline int64_t kvc_read_parts_at(int fd, const kvc_part *parts, int count
     return count > 0 ? kvc_read_at(fd, parts->iov_base, parts->iov_len, offset) : 0; /* the caller asks for the rest */
 }
 
+/* Windows keeps the room of a file that is not sparse. */
+static inline int kvc_punch(int fd, int64_t offset, int64_t n) {
+    (void)fd, (void)offset, (void)n;
+    return 0;
+}
+
 /* Pages of 64 KiB at least; all of them count against what the system may give, also those in parts. */
 static inline unsigned char *kvc_map(size_t nbytes, int in_parts, size_t *mapped) {
     (void)in_parts;
@@ -125,6 +136,18 @@ static inline int64_t kvc_read_at(int fd, void *buffer, size_t n, int64_t offset
 static inline int64_t kvc_write_at(int fd, const void *buffer, size_t n, int64_t offset) { return pwrite(fd, buffer, n, (off_t)offset); }
 static inline int64_t kvc_read_parts_at(int fd, const kvc_part *parts, int count, int64_t offset) {
     return preadv(fd, parts, count, (off_t)offset);
+}
+
+/* Gives the room of these bytes of the file back, which read as zeros from then on; whether the file system can. */
+static inline int kvc_punch(int fd, int64_t offset, int64_t n) {
+#if defined(FALLOC_FL_PUNCH_HOLE)
+    int failed;
+    while ((failed = fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)offset, (off_t)n)) && errno == EINTR) continue;
+    return !failed;
+#else
+    (void)fd, (void)offset, (void)n;
+    return 0;
+#endif
 }
 
 #if defined(MADV_HUGEPAGE) /* Linux */

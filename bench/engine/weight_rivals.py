@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -10,10 +9,11 @@ from typing import Any
 
 from bench.engine import engine_rivals
 from bench.engine.engine_rivals import LlamaCpp, Transformers
-from bench.engine.shapes import Shape
+from bench.engine.shapes import Shape, values_of
 from bench.support.blas import set_threads
 from bench.support.checkpoints import Size, write_gguf
 from bench.support.common import Candidate, Case, Result
+from bench.support.packed_files import quantise, write_packed
 from bench.support.tables import measured
 
 __all__ = ["COMMON_FILES", "GGUF_FILES", "RIVALS", "OpenVino", "measure_each", "write_files"]
@@ -28,29 +28,27 @@ COMMON_FILES = ("f16", "q8_0", "q4_0", "q4_k_m")  # OpenVINO reads these
 def write_files(size: Size | Shape, folder: Path, names: Sequence[str] = COMMON_FILES) -> None:
     """Write the random network as f16 and, with llama.cpp, in packed types; files that are there are kept.
 
+    Of a large network only the named files are written, which needs llama.cpp.
+
     Args:
         names: those of `GGUF_FILES`.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(size, Shape) and size.large:
+        for name in (each for each in names if not (folder / f"{each}.gguf").exists()):
+            kind = GGUF_FILES[name]
+            write_packed(folder / f"{name}.gguf", size.entries(kind), size.tensors, values_of, kind)
+        return
     if not (folder / "f16.gguf").exists():
         if isinstance(size, Shape):
             size.write(folder / "f16.gguf")
         else:
             write_gguf(size, folder / "f16.gguf", half=True)
-    try:
-        import llama_cpp
-    except ImportError:
-        return
-    for name in names:
-        target, kind = folder / f"{name}.gguf", GGUF_FILES[name]
-        if target.exists():
-            continue
-        parameters = llama_cpp.llama_model_quantize_default_params()
-        parameters.ftype = kind
-        if llama_cpp.llama_model_quantize(
-            str(folder / "f16.gguf").encode(), str(target).encode(), ctypes.byref(parameters)
-        ):
-            target.unlink(missing_ok=True)
+    for name in (each for each in names if not (folder / f"{each}.gguf").exists()):
+        try:
+            quantise(folder / "f16.gguf", folder / f"{name}.gguf", GGUF_FILES[name])
+        except ImportError:
+            return
 
 
 class OpenVino(engine_rivals.OpenVino):

@@ -45,6 +45,7 @@ cdef class BlockStore:
     # Nothing is told of what was not there: whoever reads or writes what was to be cleared or copied is told.
     cdef void forget_faults_(self) noexcept nogil
     cdef int expect_room_(self) except -1    # or SpillError where nothing more can be written
+    cdef void trim_(self) noexcept nogil     # gives slots of the file back that are of nobody, once these are many
 
     # Arguments
     cdef unsigned char *layer_base(self, int64_t layer) except NULL      # or IndexError

@@ -359,6 +359,10 @@ cdef class BlockStore:
     cdef int expect_room_(self) except -1:
         return 0 if self.spill is None else self.spill.expect_room_()
 
+    cdef void trim_(self) noexcept nogil:
+        if self.spilled != NULL:
+            self.spill.trim_()
+
     cdef int64_t named_layer(self, int64_t layer) except -1:
         if not 0 <= layer < self.num_named:
             raise IndexError(f"layer: expected an int in [0, {self.num_named}), got {layer}")

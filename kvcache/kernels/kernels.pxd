@@ -338,6 +338,7 @@ cdef void spoil(kvc_spill *spill, const void *units) noexcept nogil
 cdef int blank(kvc_spill *spill, int32_t layer, int32_t block) noexcept nogil
 cdef void take_fault(kvc_spill *spill, void *fault) noexcept nogil
 cdef int spill_expect_room(kvc_spill *spill) noexcept nogil
+cdef void spill_trim(kvc_spill *spill, int64_t used) noexcept nogil
 cdef void spill_count(kvc_spill *spill, void *stats) noexcept nogil
 cdef const char *spill_check(kvc_spill *spill) noexcept nogil
 cdef int spill_state(kvc_spill *spill, int32_t layer, int32_t block) noexcept nogil

@@ -104,11 +104,13 @@ cdef class PagedSequences:
         if is_inside(self.lock):
             self.table.records.find(seq_id)
         self.lock.run_to_release(partial(self.table.free, seq_id), True)
+        self.store.trim_()
 
     def free_batch(self, seq_ids):
         """End many sequences; inside another call of this thread, when that call ends."""
         if not is_inside(self.lock):
             self.lock.run_to_release(partial(self.table.free_batch, seq_ids), True)
+            self.store.trim_()
             return
         # Without the table's scratch, which the other call may be using.
         ids = seq_ids.tolist()

@@ -270,6 +270,29 @@ def test_a_full_disk_is_told_where_memory_has_no_room_either(tmp_path):
     cache.check()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems keep the file's room until it closes")
+def test_slots_of_freed_blocks_go_back_to_the_disk(tmp_path):
+    """A pool hands out the blocks that were freed first, so texts that come and go use all of its slots in turn."""
+    cache = PagedKvCache(2000, 16, 2, 64, dtype="f32", num_layers=2, spill=tmp_path, max_memory_bytes=1 << 20)
+    rows, most = np.random.default_rng(0).standard_normal((800, 2, 64)).astype(np.float32), 0
+    slot = 16 * 2 * 2 * 64 * 4
+    for seq in range(50):
+        cache.allocate(seq, 800)
+        for layer in range(2):
+            cache.write(layer, seq, rows, rows)
+        if seq:
+            cache.free(seq - 1)
+        most = max(most, cache.spill.file_bytes)
+    assert most <= (2 * 2 * 100 + 1024 + 2 * 100) * slot  # of two texts, the slots that may be spare, a text more
+    np.testing.assert_array_equal(cache.read(1, 49)[0], rows)
+    cache.check()
+    cache.free(49)
+    for seq in range(100, 104):  # what is little stays
+        cache.allocate(seq, 16)
+    assert cache.spill.file_bytes <= 1024 * slot
+    cache.check()
+
+
 @needs_posix
 def test_a_child_of_fork_is_refused(tmp_path):
     cache, queries = filled(tmp_path)

@@ -119,12 +119,30 @@ def test_a_build_is_told_where_it_will_run(wheels, tmp_path, monkeypatch):
 
 
 def test_no_page_says_that_an_index_has_it():
-    """Until one has: the pages name a clone, or a folder with a wheel."""
+    """Until one has: the pages name a clone, or a folder with a wheel, or say what is missing."""
     pages = [PROJECT / "README.md", *(PROJECT / "kvcache" / "guides").glob("*.md"), *(PROJECT / "deploy").iterdir()]
     for page in pages:
         for line in page.read_text(encoding="utf-8").splitlines():
             if "pip install" in line and "kvcache-cpu" in line:
-                assert "--find-links" in line, (page, line)
+                assert "--find-links" in line or "no index has it yet" in line, (page, line)
+
+
+def test_the_first_line_of_code_is_the_one_of_the_index():
+    readme = (PROJECT / "README.md").read_text(encoding="utf-8")
+    first = re.search(r"```sh\n(.*)", readme)[1]
+    assert first.startswith("pip install 'kvcache-cpu[demo]' && kvcache ")
+
+
+def test_the_conda_recipe_asks_for_what_the_wheel_asks_for():
+    """`.ci/recipe`, where its package is installed, renders it too."""
+    recipe = yaml.safe_load((PROJECT / ".conda" / "recipe.yaml").read_text(encoding="utf-8"))
+    project = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
+    assert recipe["context"]["version"] == re.search(r'^version = "(.+)"$', project, re.MULTILINE)[1]
+    assert recipe["build"]["skip"] == "win"
+    asked = {word.replace(" ", "") for part in ("host", "run") for word in recipe["requirements"][part]}
+    for key in ("requires", "dependencies", "text"):
+        for word in re.findall(r'"(.+?)"', re.search(rf"^{key} = \[(.*?)\]", project, re.MULTILINE)[1]):
+            assert word.lower() in asked, word
 
 
 def test_extras_that_are_named_are_there():
@@ -138,4 +156,4 @@ def test_extras_that_are_named_are_there():
         for names in re.findall(r"'(?:\.|kvcache-cpu)\[([\w,]+)\]'", "\n".join(commands)):
             named |= set(names.split(","))
     assert named <= set(re.findall(r"^(\w+) = \[", table, re.MULTILINE))
-    assert named >= {"text", "serve", "redis", "encryption", "grammar", "cluster", "otel", "hf"}
+    assert named >= {"demo", "text", "serve", "redis", "encryption", "grammar", "cluster", "otel", "hf"}

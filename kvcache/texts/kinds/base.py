@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from kvcache.core.attention_call import AttentionCall
 from kvcache.core.calibration import Calibration
-from kvcache.errors import OutOfMemoryError
+from kvcache.errors import OutOfMemoryError, SpillError
 from kvcache.networks.protocols import Attend, LayerAttention
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.index.prefix_index import PrefixIndex
@@ -39,6 +39,7 @@ from kvcache.tiers.windows import WindowSource
 
 __all__ = ["Ids", "LayerCall", "LayerKind", "Layers", "Lens", "Named", "PagesOf", "calls_of"]
 
+_SHARE = 16  # cached blocks leave a full disk by this part of all blocks at a time
 Ids = NDArray[np.uint64]
 Lens = NDArray[np.int64]
 # `(layer, queries, keys, values, sink_queries)` of the network's layer, to its outputs.
@@ -237,6 +238,9 @@ class Layers(ABC):
                 return
             except OutOfMemoryError as error:
                 if not self.make_room(cache, error):
+                    raise
+            except SpillError as error:
+                if not error.is_full or self.pages is None or not self.pages.evict(cache.total_blocks // _SHARE + 1):
                     raise
 
     def make_room(self, cache: PagedKvCache, error: OutOfMemoryError) -> bool:
