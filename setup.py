@@ -36,7 +36,8 @@ EVEX = EVEX or DEBUG or SANITIZE or COVERAGE
 SCALAR = [] if DEBUG or SANITIZE or COVERAGE else ["-O2"]
 # The machine that runs what is built: another one than this where Python's variable for cross builds is set.
 MACHINE = os.environ.get("_PYTHON_HOST_PLATFORM", platform.machine()).split("-")[-1]
-LEVEL_FLAGS = flags_of_levels(MACHINE, EVEX, SCALAR)
+SYSTEM = os.environ.get("_PYTHON_HOST_PLATFORM", sys.platform).split("-")[0]
+LEVEL_FLAGS = flags_of_levels(MACHINE, EVEX, SCALAR, SYSTEM)
 NEEDS = {level.name: level.needs for level in LEVELS}
 KNOWN = [level for level in LEVEL_FLAGS if level != "scalar"]
 NAMED = {*LEVEL_FLAGS} - {"scalarfma"}

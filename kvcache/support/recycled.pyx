@@ -2,14 +2,14 @@
 
 cimport cython
 cimport numpy as cnp
-from libc.stdlib cimport free
 
 from kvcache.support.mapped cimport MappedMemory
 
 from kvcache.errors import OutOfMemoryError
 
-cdef extern from "stdlib.h" nogil:
-    void *aligned_alloc(size_t alignment, size_t size)
+cdef extern from "kvc_system.h" nogil:
+    void *kvc_allocate_aligned(size_t alignment, size_t n)
+    void kvc_free_aligned(void *bytes)
 
 __all__ = ["Piece", "check", "free_pieces"]
 
@@ -36,7 +36,7 @@ cdef class Piece:
             self.memory = _taken(size)
             self.bytes = self.memory.bytes
         else:
-            self.bytes = <unsigned char *>aligned_alloc(_LINE, (max(size, 1) + _LINE - 1) // _LINE * _LINE)
+            self.bytes = <unsigned char *>kvc_allocate_aligned(_LINE, (max(size, 1) + _LINE - 1) // _LINE * _LINE)
         if self.bytes == NULL:
             raise OutOfMemoryError(size, 0, "bytes")
 
@@ -44,7 +44,7 @@ cdef class Piece:
         if self.memory is not None:
             _keep(self.memory)
         else:
-            free(self.bytes)
+            kvc_free_aligned(self.bytes)
 
 
 cdef MappedMemory _taken(Py_ssize_t size):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Collection
@@ -214,9 +215,8 @@ class CacheSettings(CacheArguments):
         """As many blocks, at most `count`, as the disk and the memory beside blocks allow."""
         assert self.spill is not None
         os.makedirs(self.spill, mode=0o700, exist_ok=True)
-        disk = os.statvfs(self.spill)
         slot = self.spilled_bytes + _PAGE * len(self.whole)  # of the file, in whole pages of each layer
-        room = disk.f_bavail * disk.f_frsize // slot
+        room = shutil.disk_usage(self.spill).free // slot
         if not room:
             raise OSError(errno.ENOSPC, f"spill: expected room for a block of {slot} bytes, got none", self.spill)
         always = self.bytes_beside_spill(0)

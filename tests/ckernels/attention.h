@@ -132,7 +132,7 @@ static void draw_options(const source *s, question *q) {
         q->seqs[i].whole = whole;
         if (!whole) q->seqs[i].window = window, q->seqs[i].chunked = chunked;
         if (!whole && !tree && !chunked && ahead)
-            q->seqs[i].ahead = window ? (window < 1L << 62 ? window : 1L << 62) - 1 : ahead;
+            q->seqs[i].ahead = window ? (window < (int64_t)1 << 62 ? window : (int64_t)1 << 62) - 1 : ahead;
         if (!whole && tree && q->seqs[i].num_queries && q->seqs[i].num_queries <= q->seqs[i].num_tokens)
             q->tree[i] = draw_tree(&state, &q->seqs[i]);
         if (!q->seqs[i].parents && q->seqs[i].num_queries && splitmix(&beside) % 3 == 0)

@@ -1,13 +1,13 @@
 """`PagedKvCache(spill=)`: the bits of a cache in memory, within a limit of bytes; what the file does wrong is told."""
 
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from posix_modules import needs_posix, resource
 
 from kvcache import PagedKvCache
 from kvcache.errors import KvCacheError, SpillError
@@ -39,8 +39,8 @@ def attended(cache, rng, layer, seqs, lens, dim=64):
 def test_random_calls_have_the_bits_of_memory(rng, two_threads, tmp_path, monkeypatch, formats):
     """Sequences that grow, share, are cut and end, with a tenth of the bytes in memory; f16 as on other systems."""
     if formats[0] == "f16":
-        monkeypatch.setattr("kvcache.support.spill_file._DIRECT", 0)
-        monkeypatch.setattr("kvcache.support.spill_file._UNNAMED", 0)
+        monkeypatch.setattr("kvcache.support.spill_file.DIRECT", 0)
+        monkeypatch.setattr("kvcache.support.spill_file.UNNAMED", 0)
     caches = pair_of_caches(tmp_path, 0.1, key_dtype=formats[0], value_dtype=formats[1])
     lens, seed = {}, 0
     for step in range(30):
@@ -168,6 +168,7 @@ def attend_both(cache, queries):
     return caught.value
 
 
+@needs_posix
 def test_what_is_read_back_as_something_else_is_told_by_layer_and_block(tmp_path):
     """Other texts go on; a block that was replaced is good again."""
     cache, queries = filled(tmp_path)
@@ -203,6 +204,7 @@ def test_what_is_read_back_as_something_else_is_told_by_layer_and_block(tmp_path
     cache.check()
 
 
+@needs_posix
 def test_copies_of_what_cannot_be_read_are_no_better(tmp_path):
     """A copy of a shared block is told as the block is, and nothing ever reads as something else."""
     cache, queries = filled(tmp_path, tokens=1590)
@@ -291,6 +293,7 @@ def test_slots_of_freed_blocks_go_back_to_the_disk(tmp_path):
     cache.check()
 
 
+@needs_posix
 def test_a_child_of_fork_is_refused(tmp_path):
     cache, queries = filled(tmp_path)
     child = os.fork()
@@ -325,6 +328,7 @@ def test_nothing_stays_of_a_process_that_is_killed(tmp_path):
     assert not list((tmp_path / "new").iterdir())
 
 
+@needs_posix
 def test_memory_stays_within_the_limit(tmp_path):
     """The process has the pages of the limit, and says so."""
     limit = 4 << 20
@@ -347,6 +351,7 @@ def test_memory_stays_within_the_limit(tmp_path):
     assert cache.memory()["disk"] > 200 << 20
 
 
+@needs_posix
 def test_what_cannot_be_honoured_is_named(tmp_path):
     sizes = {"block_size": 16, "num_heads": 2, "head_dim": 64}
     for options, error, name in (
