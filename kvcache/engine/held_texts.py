@@ -49,14 +49,14 @@ class HeldTexts:
             start = self._pool.block_index.hold_part(part, space, held, again=False)
             if start is None:
                 return False
-            self._ids[part.key] = self._whole.hold_blocks(start)
+            self._ids[part.key] = self._whole.hold_text(start)
             self.cached[part.key] = len(part.tokens)
             return True
 
     def add(self, part: SeenPart, text: Text, cached: int) -> None:
         """Hold a text that has run, `cached` tokens of which have not."""
         self._pool.keep_whole(text)
-        self._ids[part.key] = self._whole.hold_text(text)
+        self._ids[part.key] = self._whole.hold_text(self._whole.start_of(text.seq_id, part))
         self.cached[part.key] = cached
 
     def starts(self, prefix: SeenParts | None) -> list[PartStart]:

@@ -292,7 +292,7 @@ class Pool:
     def keep_whole(self, text: Text) -> None:
         """Cache all that a text has computed, the block in which it ends too, for others that see parts of it."""
         if self.block_index is not None:
-            self.block_index.keep(text, text.computed, ends=True)
+            self.block_index.keep(text, text.computed, seen=True)
 
     def keep_pages(self, text: Text, stop: int, ends: bool = False) -> None:
         """Cache what other texts need with the blocks of the index."""

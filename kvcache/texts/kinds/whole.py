@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.attention_call import AttentionCall
+from kvcache.core.kvrows import KvRows
 from kvcache.errors import OutOfMemoryError
 from kvcache.networks.protocols import Float32, IndexRows, LayerAttention, LayerIndex
 from kvcache.paged.cache import PagedKvCache
@@ -109,13 +110,7 @@ class WholeLayers(Layers):
 
     # -- parts ----------------------------------------------------------------------------------------------
 
-    def hold_text(self, text: Text) -> int:
-        """Hold all that a text has in a sequence of its own, until it is released; its id."""
-        (seq_id,) = self._seen.fork([text.seq_id])
-        self.held.add(seq_id)
-        return seq_id
-
-    def hold_blocks(self, start: PartStart) -> int:
+    def hold_text(self, start: PartStart) -> int:
         """Hold a cached text in a sequence of its own, until it is released; its id."""
         (seq_id,) = self._seen.adopt([start._replace(seen=np.arange(start.num_tokens))])
         self.held.add(seq_id)
@@ -129,7 +124,12 @@ class WholeLayers(Layers):
     def start_of(self, seq_id: int, part: Part) -> PartStart:
         """A part whose cached text has this sequence."""
         blocks = self.cache.block_table(np.array([seq_id], np.uint64)).block_ids.astype(np.int64)
-        return PartStart(blocks, len(part.tokens), part.indices)
+        count, firsts = min(self.cache.first_tokens, len(part.tokens)), list[KvRows]()
+        if part.begins_within(count):
+            for layer in range(self.cache.num_layers):
+                keys, values = self.cache.read_unpacked(layer, seq_id)
+                firsts.append(KvRows(keys[:count], values[:count]))
+        return PartStart(blocks, len(part.tokens), part.indices, firsts)
 
     def give_part(self, text: Text, index: int, number: int, part: Part, seq_id: int) -> None:
         """Give a text the part of this number, whose cached text has this sequence; `MISSING` until then."""
@@ -189,7 +189,7 @@ class WholeLayers(Layers):
     ) -> tuple[LayerCall, dict[str, Any]]:
         """Attention where some rows stand behind a compressed prefix, or see parts of cached texts."""
         behind = _rows_behind(texts, lens)
-        own_ids = None if behind or self._has_sinks else ids
+        own_ids = None if behind or self._has_sinks or self.cache.residual_length or self.cache.first_tokens else ids
         seen = PartQueries(texts, index, own_ids, lens) if PartQueries.are_due(texts, lens) else None
         at_once = seen is not None and seen.with_own
 
@@ -268,6 +268,12 @@ class WholeLayers(Layers):
             assert self.own_ids is not None or self._reads_f16(text), f"{text}: tokens that it reads are packed"
             if self.own_ids is None:
                 claimed.update(int(block) for block in info.block_ids)
+        for text in texts if cache.first_tokens else ():
+            for part, seq_id in zip(() if text.prefix is None else text.prefix.parts, text.places[index], strict=True):
+                if seq_id != MISSING and part.begins_within(cache.first_tokens):
+                    firsts, base, stop = cache.unpacked_tokens(seq_id)
+                    due = int((part.indices < cache.first_tokens).sum())
+                    assert (firsts if base else stop) == due, f"{text}: first tokens of the request are packed"
         for seq_id in seen:
             info = cache.get_sequence(seq_id)
             assert info is not None, f"the sequence {seq_id} of a part is gone"
