@@ -332,7 +332,8 @@ def test_a_conversation_in_a_terminal(folder, tmp_path):
         assert "no system message" in it.say("/system", "no system message")
         assert "system: import re" in it.say("/system import re", "system: import re")
         assert "loaded: 4 messages; " in it.say(f"/load {tmp_path / 'talk.json'}", "2,048 tokens")
-        parts = [{"type": "text", "text": "import sys\nimport re\n" * 4, "segment": True}, {"type": "text", "text": "go"}]
+        parts = [{"type": "text", "text": text} for text in ("import sys\nimport re\n" * 4, "go")]
+        parts[0]["segment"] = True
         (tmp_path / "read.json").write_text(json.dumps({"messages": [{"role": "user", "content": parts}]}))
         assert "loaded: 1 messages; " in it.say(f"/load {tmp_path / 'read.json'}", "2,048 tokens")
         assert "taken back: import sys import re" in it.say("/undo", r"[\d,]+ of 2,048 tokens")

@@ -251,7 +251,7 @@ def test_engines_that_take_none(monkeypatch):
     for owner in ("a", ("a", "salt"), "b"):
         engine.hint("prefetch", text(1, 20), namespace=owner, resume_in=50.0)
     for owner in (("a", 2), "c"):
-        with pytest.raises(QueueFullError, match="queue full: [23] hints wait;"):
+        with pytest.raises(QueueFullError, match=r"queue full: [23] hints wait;"):
             engine.hint("prefetch", text(1, 20), namespace=owner, resume_in=50.0)
     monkeypatch.setattr(prefetches, "_MOST_TOKENS", 80)
     with pytest.raises(QueueFullError):
