@@ -272,7 +272,7 @@ class WholeLayers(Layers):
             for part, seq_id in zip(() if text.prefix is None else text.prefix.parts, text.places[index], strict=True):
                 if seq_id != MISSING and part.begins_within(cache.first_tokens):
                     firsts, base, stop = cache.unpacked_tokens(seq_id)
-                    due = int((part.indices < cache.first_tokens).sum())
+                    due = np.count_nonzero(part.indices < cache.first_tokens)
                     assert (firsts if base else stop) == due, f"{text}: first tokens of the request are packed"
         for seq_id in seen:
             info = cache.get_sequence(seq_id)
