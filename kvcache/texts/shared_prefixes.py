@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.prefix.prefix_stats import PrefixCacheStats
-from kvcache.texts.behind import name_of_space
+from kvcache.texts.behind import Part, name_of_space
 from kvcache.texts.block_index import BlockIndex, CachedStart, PartStart
 from kvcache.texts.kinds.base import Layers
 from kvcache.texts.kinds.part_layers import PartLayers
@@ -101,7 +101,7 @@ class SharedPrefixes:
         """Hold the parts that a text sees, until `held` closes: for each group those whose cached texts are there."""
         prefix, own, found = text.prefix, name_of_space(text.space), list[list[PartStart | None]]()
         for part, gap in () if prefix is None else zip(prefix.parts, prefix.gaps, strict=True):
-            starts = self.hold_text(part.tokens, gap, part.space(own), held, again)
+            starts = self.hold_text(part, gap, part.space(own), held, again)
             found.append([
                 None if starts is None or not isinstance(group, PartLayers) else group.part_start(starts[i], part, gap)
                 for i, group in enumerate(self._groups)
@@ -109,18 +109,18 @@ class SharedPrefixes:
         return [[each[i] for each in found] for i in range(len(self._groups))]
 
     def hold_text(
-        self, tokens: Tokens, gap: int, space: object, held: ExitStack, again: bool = False
+        self, part: Part, gap: int, space: object, held: ExitStack, again: bool = False
     ) -> list[CachedStart] | None:
-        """Hold what each group needs of a cached text of which others see parts; None: something is not there.
+        """Hold what each group needs of the cached text of a part; None: something is not there.
 
         Args:
             gap: see `SeenParts`.
         """
-        first = None if self._index is None else self._index.hold_whole(tokens, space, held, again)
+        first = None if self._index is None else self._index.hold_whole(part, space, held, again)
         if first is None:
             return None
         found = [
-            group.hold_end(tokens, gap, space, held) if group.reason and isinstance(group, PartLayers) else first
+            group.hold_end(part.tokens, gap, space, held) if group.reason and isinstance(group, PartLayers) else first
             for group in self._groups
         ]
         whole = [each for each in found if each is not None]

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.attention_call import AttentionCall
+from kvcache.core.kvrows import KvRows
 from kvcache.networks.protocols import Float32, LayerAttention
 from kvcache.paged.cache import PagedKvCache
 from kvcache.paged.merging import merge_attention
@@ -39,7 +40,8 @@ class PartLayers(Layers):
         cache: K and V of these layers.
 
     Attributes:
-        has_sinks: whether a layer of the network has sinks, which join the softmax once, with the own text.
+        reads_apart: whether tokens read their own text in a call of its own: a layer of the network has sinks, which
+            join the softmax once, or some of the text is read in f16.
     """
 
     def __init__(
@@ -48,7 +50,8 @@ class PartLayers(Layers):
         self.cache, self.caches = cache, (cache,)
         self._parts = calls_of(layers, attention, return_lse=True)
         self._seen, self._seen_calls = PartSequences(cache), _calls_of_parts(self._parts)
-        self.has_sinks = any(each is not None and each.sinks is not None for each in attention)
+        has_sinks = any(each is not None and each.sinks is not None for each in attention)
+        self.reads_apart = has_sinks or cache.residual_length > 0 or cache.first_tokens > 0
         self.held = set[int]()
 
     @abstractmethod
@@ -81,14 +84,14 @@ class PartLayers(Layers):
     def keep_end(self, text: Text, index: int) -> None:
         """Cache the block in which a text ends, for others that see parts of it."""
 
-    def end_of(self, text: Text, index: int, gap: int) -> CachedStart:
-        """What is needed of a text that has run."""
-        return self._from(self._start_of(text.seq_id, self.first_of(text, index), text.computed), gap)
+    def end_of(self, text: Text, index: int, part: Part, gap: int) -> CachedStart:
+        """What is needed of a text that has run, the cached text of a part."""
+        return self._from(self._start_of(text.seq_id, self.first_of(text, index), part), gap)
 
     def hold_blocks(self, start: CachedStart) -> int:
         """Hold what is cached of a text in a sequence of its own, until it is released; its id."""
         count = start.stop - start.first
-        (seq_id,) = self._seen.adopt([PartStart(start.blocks, count, np.arange(count))])
+        (seq_id,) = self._seen.adopt([PartStart(start.blocks, count, np.arange(count), firsts=start.firsts)])
         if seq_id != MISSING:
             self.held.add(seq_id)
         return seq_id
@@ -98,16 +101,21 @@ class PartLayers(Layers):
         self.held.difference_update(seq_ids)
         self._seen.free(seq_ids)
 
-    def held_start(self, seq_id: int, length: int, gap: int) -> CachedStart:
-        """What `hold_blocks` holds of a text of this length, of which `gap` was known."""
-        return self._start_of(seq_id, self.first_needed(length, gap), length)
+    def held_start(self, seq_id: int, part: Part, gap: int) -> CachedStart:
+        """What `hold_blocks` holds of the cached text of a part, of which `gap` was known."""
+        return self._start_of(seq_id, self.first_needed(len(part.tokens), gap), part)
 
-    def _start_of(self, seq_id: int, first: int, stop: int) -> CachedStart:
-        """The tokens of a sequence, which begins with token `first` of its text."""
+    def _start_of(self, seq_id: int, first: int, part: Part) -> CachedStart:
+        """The tokens of a sequence, which begins with token `first` of the cached text of a part."""
+        stop, count, firsts = len(part.tokens), min(self.cache.first_tokens, len(part.tokens)), list[KvRows]()
         if first >= stop:
             return CachedStart(stop, stop)
+        if part.begins_within(count):
+            for layer in range(self.cache.num_layers):
+                keys, values = self.cache.read_unpacked(layer, seq_id)
+                firsts.append(KvRows(keys[:count], values[:count]))
         blocks = self.cache.block_table(np.array([seq_id], np.uint64)).block_ids.astype(np.int64)
-        return CachedStart(stop, first, blocks)
+        return CachedStart(stop, first, blocks, firsts=firsts)
 
     def _from(self, start: CachedStart, gap: int) -> CachedStart:
         """Those of the tokens that are needed."""
@@ -120,11 +128,12 @@ class PartLayers(Layers):
         end, indices = self._from(start, gap), part.indices
         before = int(np.searchsorted(indices, end.first))
         positions = part.positions[before:] if self.reason else None
-        return PartStart(end.blocks, end.stop - end.first, indices[before:] - end.first, before, positions)
+        seen = indices[before:] - end.first
+        return PartStart(end.blocks, end.stop - end.first, seen, before, positions, start.firsts)
 
     def give_part(self, text: Text, index: int, number: int, part: Part, gap: int, other: Text) -> None:
         """Give a text the part of this number, whose cached text `other` has run; its sequence is `MISSING` so far."""
-        start = self._start_of(other.seq_id, self.first_of(other, index), len(part.tokens))
+        start = self._start_of(other.seq_id, self.first_of(other, index), part)
         (found,), place = self._seen.adopt([self.part_start(start, part, gap)]), text.places[index]
         ids = self.part_ids(place)
         given = self.with_parts(place, (*ids[:number], found, *ids[number + 1 :]))
