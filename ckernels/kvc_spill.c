@@ -16,25 +16,18 @@
 #ifdef __linux__
 #define _GNU_SOURCE
 #endif
+#include "kvc_system.h"
+
 #include "kvc_checksum.h"
 #include "kvc_spill.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <time.h>
-#include <unistd.h>
-
-#ifdef __linux__
-#define GIVE_BACK MADV_DONTNEED
-#else
-#define GIVE_BACK MADV_FREE /* there MADV_DONTNEED leaves pages in memory */
-#endif
 
 enum {
     MOST_THREADS = 64,
@@ -43,6 +36,7 @@ enum {
     LEAVING = 64,              /* units that are written at once to make room */
     ALIGNMENT = 4096,          /* of buffers, as direct reads need */
     STACK_BYTES = 128 << 10,
+    SPARE = 1024,              /* slots of the file that may have room beyond twice what is needed */
 };
 
 /* TAKEN: its memory counts. IS_LEAVING: it leaves once it is written. IS_LISTED: it is in the order of leaving.
@@ -55,6 +49,7 @@ typedef struct unit_record {
     uint32_t checksum;    /* of what the file has */
     uint32_t holds;
     unsigned char state;
+    unsigned char in_file; /* its slot of the file has room, whatever lies there */
 } unit_record;
 
 typedef struct queue {
@@ -64,7 +59,7 @@ typedef struct queue {
 struct kvc_spill {
     pthread_mutex_t lock;
     pthread_cond_t wanted, done;
-    pid_t process;
+    kvc_process process;
     int fd, block_size, closing;
     int threads_wanted, num_threads, unheard; /* not started yet; serving; requests of which no thread was told */
     unsigned char *arena;
@@ -73,6 +68,8 @@ struct kvc_spill {
     uint16_t *page_users;                                   /* units that are TAKEN on each page of the system */
     unit_record *units;
     int64_t num_units, num_pages, being_written, write_faults;
+    atomic_llong num_in_file;
+    int keeps_slots; /* the file system takes no room back */
     int32_t newest, oldest;
     queue reads, writes;
     const int32_t *references;
@@ -92,9 +89,9 @@ static unsigned char *bytes_of(const kvc_spill *s, int64_t unit) {
     const int32_t layer = layer_of(s, unit);
     return s->arena + s->starts[layer] + (size_t)block_of(s, unit) * s->sizes[layer];
 }
-static off_t offset_of(const kvc_spill *s, int64_t unit) {
+static int64_t offset_of(const kvc_spill *s, int64_t unit) {
     const int32_t layer = layer_of(s, unit);
-    return (off_t)(s->offsets[layer] + (size_t)block_of(s, unit) * s->slots[layer]);
+    return (int64_t)(s->offsets[layer] + (size_t)block_of(s, unit) * s->slots[layer]);
 }
 
 /* The pages of the system that a unit lies on. */
@@ -125,7 +122,7 @@ static void give_memory(kvc_spill *s, int64_t unit) {
     s->units[unit].state &= (unsigned char)~TAKEN;
     if (first < 0) return;
     s->stats.resident -= (stop - first) * (int64_t)s->page; /* those in between are its own */
-    madvise(s->arena + (size_t)first * s->page, (size_t)(stop - first) * s->page, GIVE_BACK);
+    kvc_give_back(s->arena + (size_t)first * s->page, (size_t)(stop - first) * s->page);
 }
 
 /* ---- The order of leaving, and the queues. */
@@ -174,6 +171,8 @@ static int32_t pop(kvc_spill *s, queue *q) {
     return unit;
 }
 
+static int is_unused(const kvc_spill *s, int32_t unit) { return s->references && !s->references[block_of(s, unit)]; }
+
 static void note_fault(kvc_spill *s, kvc_fault_kind kind, int64_t unit, int code) {
     s->stats.faults++;
     if (!s->fault.kind) s->fault = (kvc_fault){kind, layer_of(s, unit), block_of(s, unit), code};
@@ -182,9 +181,9 @@ static void note_fault(kvc_spill *s, kvc_fault_kind kind, int64_t unit, int code
 /* ---- Requests. */
 
 /* Transfers all bytes; 0, or the system's error; -1: the file ends before. */
-static int transfer(int fd, int is_read, unsigned char *buffer, size_t n, off_t offset) {
+static int transfer(int fd, int is_read, unsigned char *buffer, size_t n, int64_t offset) {
     while (n) {
-        const ssize_t got = is_read ? pread(fd, buffer, n, offset) : pwrite(fd, buffer, n, offset);
+        const int64_t got = is_read ? kvc_read_at(fd, buffer, n, offset) : kvc_write_at(fd, buffer, n, offset);
         if (got < 0 && errno == EINTR) continue;
         if (got < 0) return errno;
         if (got == 0) return is_read ? -1 : ENOSPC;
@@ -249,6 +248,8 @@ static void end_write(kvc_spill *s, int32_t unit, int code) {
     const int leaves = u->state & IS_LEAVING;
     u->state &= (unsigned char)~(BEING_WRITTEN | IS_LEAVING);
     s->being_written--;
+    s->num_in_file += !u->in_file;
+    u->in_file = 1; /* a part of it, where it failed */
     if (code) {
         s->write_faults++, s->write_error = code;
     } else {
@@ -277,21 +278,53 @@ static double seconds_now(void) {
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-/* Runs the next request; with the lock, which it leaves meanwhile. */
+/* Whether the file has room for what nothing reads any more: of a block that nobody has, or of a unit that has changed since. */
+static int is_spare(const kvc_spill *s, int64_t unit) {
+    const unit_record *u = &s->units[unit];
+    return u->in_file && !(u->state & (BEING_READ | BEING_WRITTEN)) && (is_unused(s, (int32_t)unit) || !(u->state & SAVED));
+}
+
+/* Gives all such room back, that of neighbours at once; whether there was any. */
+static int punch_spare(kvc_spill *s) {
+    int64_t given = 0;
+    for (int64_t unit = 0, stop; unit < s->num_units && !s->keeps_slots; unit = stop) {
+        const int32_t layer = layer_of(s, unit);
+        for (stop = unit; stop < s->num_units && layer_of(s, stop) == layer && is_spare(s, stop);) stop++;
+        if (stop == unit) {
+            stop++;
+            continue;
+        }
+        s->keeps_slots = !kvc_punch(s->fd, offset_of(s, unit), (int64_t)((size_t)(stop - unit) * s->slots[layer]));
+        for (int64_t i = unit; i < stop && !s->keeps_slots; i++, given++)
+            s->units[i].in_file = 0, s->units[i].state &= (unsigned char)~(SAVED | IS_SPOILED);
+    }
+    s->num_in_file -= given;
+    return given > 0;
+}
+
+static int lacks_room(const request *r) {
+    int lacking = 0;
+    for (int i = 0; i < r->count; i++) lacking += !r->is_read && (r->codes[i] == ENOSPC || r->codes[i] == EDQUOT);
+    return lacking;
+}
+
+/* Runs the next request; with the lock, which it leaves meanwhile. What the disk has no room for is written once more where
+ * slots of others can be given back. */
 static void serve(kvc_spill *s, unsigned char *buffer) {
     request r = next_request(s);
-    pthread_mutex_unlock(&s->lock);
     const double begun = seconds_now();
-    run_request(s, &r, buffer);
-    const double seconds = seconds_now() - begun;
-    pthread_mutex_lock(&s->lock);
-    end_request(s, &r, seconds);
+    for (int again = 1; again >= 0; again--) {
+        pthread_mutex_unlock(&s->lock);
+        run_request(s, &r, buffer);
+        pthread_mutex_lock(&s->lock);
+        if (!again || !lacks_room(&r) || !punch_spare(s)) break;
+    }
+    end_request(s, &r, seconds_now() - begun);
 }
 
 static void *work(void *context) {
     kvc_spill *s = context;
-    void *buffer = NULL;
-    if (posix_memalign(&buffer, ALIGNMENT, s->buffer_bytes)) buffer = NULL;
+    void *buffer = kvc_allocate_aligned(ALIGNMENT, s->buffer_bytes);
     pthread_mutex_lock(&s->lock);
     while (buffer && !s->closing) {
         if (s->reads.first < 0 && s->writes.first < 0)
@@ -302,27 +335,26 @@ static void *work(void *context) {
     if (!buffer) s->num_threads--; /* other threads serve then, or those that wait */
     pthread_cond_broadcast(&s->done);
     pthread_mutex_unlock(&s->lock);
-    free(buffer);
+    kvc_free_aligned(buffer);
     return NULL;
 }
 
 /* Starts the threads at the first request: none serves signals. */
 static void start_threads(kvc_spill *s) {
     pthread_attr_t small;
-    sigset_t all, before;
+    kvc_signals before;
     if (s->threads_wanted <= 0 || pthread_attr_init(&small)) return;
     pthread_attr_setstacksize(&small, STACK_BYTES);
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    kvc_block_signals(&before);
     int count = 0;
     while (count < s->threads_wanted && !pthread_create(&s->threads[count], &small, work, s)) count++;
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    kvc_allow_signals(&before);
     pthread_attr_destroy(&small);
     s->num_threads += count, s->threads_wanted = -count;
 }
 
 /* Tells threads of what is queued: last, for they need the lock. */
-static void tell(kvc_spill *s) {
+static void tell_threads(kvc_spill *s) {
     if (s->unheard && s->threads_wanted > 0) start_threads(s);
     for (int i = 0; i < s->unheard && i < s->num_threads; i++) pthread_cond_signal(&s->wanted);
     s->unheard = 0;
@@ -330,25 +362,23 @@ static void tell(kvc_spill *s) {
 
 /* Waits for the end of a request; serves one itself where there are no threads. 0: that is not possible either. */
 static int wait_for_one(kvc_spill *s) {
-    tell(s);
+    tell_threads(s);
     if (s->num_threads > 0) {
         pthread_cond_wait(&s->done, &s->lock);
         return 1;
     }
-    void *buffer = NULL;
     if (s->reads.first < 0 && s->writes.first < 0) { /* another caller runs it */
         pthread_cond_wait(&s->done, &s->lock);
         return 1;
     }
-    if (posix_memalign(&buffer, ALIGNMENT, s->buffer_bytes)) return 0;
+    void *buffer = kvc_allocate_aligned(ALIGNMENT, s->buffer_bytes);
+    if (!buffer) return 0;
     serve(s, buffer);
-    free(buffer);
+    kvc_free_aligned(buffer);
     return 1;
 }
 
 /* ---- Room. */
-
-static int is_unused(const kvc_spill *s, int32_t unit) { return s->references && !s->references[block_of(s, unit)]; }
 
 static void begin_write(kvc_spill *s, int32_t unit, int leaves) {
     unit_record *u = &s->units[unit];
@@ -449,7 +479,7 @@ static int is_busy(const unit_record *u, kvc_use use) {
 }
 
 static int is_elsewhere(kvc_spill *s, const kvc_units *units) { /* a child of fork() has neither threads nor a file of its own */
-    if (getpid() == s->process) return 0;
+    if (kvc_this_process() == s->process) return 0;
     if (!s->fault.kind) s->fault = (kvc_fault){KVC_FORK_FAULT, units->layer, 0, 0};
     return 1;
 }
@@ -480,7 +510,7 @@ int64_t kvc_hold(kvc_spill *s, const kvc_units *units, kvc_use use) {
         if (use != KVC_TO_READ && (u->state & PRESENT)) u->state &= (unsigned char)~(SAVED | IS_SPOILED);
     }
     if (use == KVC_TO_READ) s->stats.holds++, s->stats.waits += waits > 0;
-    tell(s);
+    tell_threads(s);
     pthread_mutex_unlock(&s->lock);
     return missing;
 }
@@ -503,7 +533,7 @@ void kvc_release(kvc_spill *s, const kvc_units *units, kvc_use use) {
         begin_write(s, unit, 0);
     }
     make_room(s, -1); /* what was held may have had no room */
-    tell(s);
+    tell_threads(s);
     pthread_mutex_unlock(&s->lock);
 }
 
@@ -533,7 +563,7 @@ void kvc_hold_ahead(kvc_spill *s, const kvc_units *units) {
         push(s, &s->reads, unit);
         s->stats.ahead_units++;
     }
-    tell(s);
+    tell_threads(s);
     pthread_mutex_unlock(&s->lock);
 }
 
@@ -558,7 +588,7 @@ kvc_spill *kvc_spill_open(int fd, unsigned char *arena, int32_t num_layers, cons
     kvc_spill *s = calloc(1, sizeof *s);
     if (!s) return NULL;
     s->fd = fd, s->arena = arena, s->num_layers = num_layers, s->num_blocks = num_blocks, s->block_size = block_size;
-    s->limit = limit, s->process = getpid(), s->page = (size_t)sysconf(_SC_PAGESIZE);
+    s->limit = limit, s->process = kvc_this_process(), s->page = kvc_page_size();
     s->threads_wanted = num_threads < MOST_THREADS ? num_threads : MOST_THREADS;
     s->newest = s->oldest = s->reads.first = s->reads.last = s->writes.first = s->writes.last = -1;
     s->num_units = (int64_t)num_layers * num_blocks;
@@ -590,7 +620,7 @@ kvc_spill *kvc_spill_open(int fd, unsigned char *arena, int32_t num_layers, cons
 
 void kvc_spill_close(kvc_spill *s) {
     if (!s) return;
-    if (getpid() == s->process) {
+    if (kvc_this_process() == s->process) {
         pthread_mutex_lock(&s->lock);
         s->closing = 1;
         pthread_cond_broadcast(&s->wanted);
@@ -618,7 +648,7 @@ kvc_fault kvc_take_fault(kvc_spill *s) {
 }
 
 int kvc_spill_expect_room(kvc_spill *s) {
-    if (!s->write_error || getpid() != s->process) return 0;
+    if (!s->write_error || kvc_this_process() != s->process) return 0;
     pthread_mutex_lock(&s->lock);
     int32_t unit = -1;
     size_t stays = 0; /* bytes of units that must be written before they leave */
@@ -638,8 +668,15 @@ int kvc_spill_expect_room(kvc_spill *s) {
     return error;
 }
 
+void kvc_spill_trim(kvc_spill *s, int64_t used) {
+    if (s->num_in_file <= 2 * used * s->num_layers + SPARE || kvc_this_process() != s->process) return;
+    pthread_mutex_lock(&s->lock);
+    punch_spare(s);
+    pthread_mutex_unlock(&s->lock);
+}
+
 kvc_spill_stats kvc_spill_count(kvc_spill *s) {
-    if (getpid() != s->process) return s->stats;
+    if (kvc_this_process() != s->process) return s->stats;
     pthread_mutex_lock(&s->lock);
     const kvc_spill_stats stats = s->stats;
     pthread_mutex_unlock(&s->lock);
@@ -655,7 +692,7 @@ int kvc_spill_state(kvc_spill *s, int32_t layer, int32_t block) {
 
 /* What is wrong with the records of units, while requests may run. */
 static const char *check_units(kvc_spill *s, uint16_t *users) {
-    int64_t listed = 0, taken = 0;
+    int64_t listed = 0, taken = 0, in_file = 0;
     for (int32_t unit = s->oldest, older = -1; unit >= 0; older = unit, unit = s->units[unit].newer, listed++) {
         if (listed > s->num_units || s->units[unit].older != older) return "the order of leaving is broken";
         if (!(s->units[unit].state & IS_LISTED)) return "a unit in the order of leaving does not know it";
@@ -665,7 +702,8 @@ static const char *check_units(kvc_spill *s, uint16_t *users) {
         const unit_record *u = &s->units[i];
         const int state = u->state, is_there = state & PRESENT;
         if (u->holds) return "a unit is held between calls";
-        listed -= (state & IS_LISTED) > 0;
+        listed -= (state & IS_LISTED) > 0, in_file += u->in_file;
+        if ((state & SAVED) && !(state & IS_SPOILED) && !u->in_file) return "a unit that is saved has no slot";
         if (!(state & TAKEN) != !(state & (PRESENT | BEING_READ))) return "memory is taken for a unit that is not there, or not for one that is";
         if ((state & IS_LISTED) && (!is_there || (state & BEING_WRITTEN))) return "a unit that cannot leave is in the order of leaving";
         if (is_there && !(state & (IS_LISTED | BEING_WRITTEN))) return "a unit in memory is not in the order of leaving";
@@ -673,6 +711,7 @@ static const char *check_units(kvc_spill *s, uint16_t *users) {
         for (int64_t p = first_page(s, i); (state & TAKEN) && p <= last_page(s, i); p++) users[p]++;
     }
     if (listed) return "the order of leaving lacks a unit";
+    if (in_file != s->num_in_file) return "the slots of the file are counted wrongly";
     for (int64_t p = 0; p < s->num_pages; p++) {
         if (users[p] != s->page_users[p]) return "the users of a page are counted wrongly";
         taken += users[p] > 0;

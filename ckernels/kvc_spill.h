@@ -71,6 +71,9 @@ kvc_fault kvc_take_fault(kvc_spill *);
 /* 0, or the system's error, if nothing can be written (it tries with the unit that leaves next), and half of what may be in memory waits
  * for that. */
 int kvc_spill_expect_room(kvc_spill *);
+/* Gives slots of the file that nothing needs back to the file system, where it can, once they are most of those that have room: `used`
+ * blocks have references. Where the disk is full, a request that writes does so too. */
+void kvc_spill_trim(kvc_spill *, int64_t used);
 kvc_spill_stats kvc_spill_count(kvc_spill *);
 /* NULL, or what is wrong with the records; while nobody else uses them. */
 const char *kvc_spill_check(kvc_spill *);

@@ -28,6 +28,8 @@
 #define _DARWIN_C_SOURCE /* _SC_NPROCESSORS_ONLN */
 #endif
 
+#include "kvc_system.h"
+
 #include "kvc_threads.h"
 #include "kvc_sleep.h"
 
@@ -36,12 +38,12 @@
 #include <pthread/qos.h>
 #endif
 #include <sched.h>
-#include <signal.h>
 #include <stdatomic.h>
 #include <stddef.h>
+#if defined(__linux__)
 #include <sys/resource.h>
+#endif
 #include <time.h>
-#include <unistd.h>
 
 enum {
     GROUP = 64, /* workers of a bitmap */
@@ -293,8 +295,9 @@ static void *work(void *argument) {
     return NULL;
 }
 
-/* ---- Forks. The child has one thread: the pool begins anew. */
+/* ---- Forks. The child has one thread: the pool begins anew. Windows has none. */
 
+#if !defined(_WIN32)
 static void before_fork(void) { pthread_mutex_lock(&starting); }
 static void after_fork_in_parent(void) { pthread_mutex_unlock(&starting); }
 static void after_fork_in_child(void) {
@@ -306,10 +309,13 @@ static void after_fork_in_child(void) {
     }
     atomic_store(&num_workers, 0), atomic_store(&num_callers, 0);
 }
+#endif
 /* Before the first job: it must not wait with `starting` held, since a fork waits for it. */
 __attribute__((constructor)) static void begin_pool(void) {
     for (int i = 0; i < MAX_WORKERS; i++) kvc_make_bed(&beds[i]);
+#if !defined(_WIN32)
     pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+#endif
 }
 
 /* ---- Callers. */
@@ -350,7 +356,7 @@ static void take(team *t, int wanted) {
  * which are for threads of Python. */
 static void start_workers(team *t, int wanted, int most) {
     pthread_attr_t detached;
-    sigset_t signals, before;
+    kvc_signals before;
     if (atomic_load(&num_workers) >= most) return;
     pthread_mutex_lock(&starting);
     int count = atomic_load(&num_workers);
@@ -358,13 +364,12 @@ static void start_workers(team *t, int wanted, int most) {
     if (count < most && !pthread_attr_init(&detached)) {
         pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
         pthread_attr_setstacksize(&detached, STACK_BYTES);
-        sigfillset(&signals);
-        pthread_sigmask(SIG_SETMASK, &signals, &before);
+        kvc_block_signals(&before);
         for (pthread_t thread; count < most && !pthread_create(&thread, &detached, work, &workers[count]); count++) {
             for (; t->groups <= count / GROUP; t->groups++) t->members[t->groups] = t->sleepers[t->groups] = 0;
             t->members[count / GROUP] |= (uint64_t)1 << count % GROUP, t->size++;
         }
-        pthread_sigmask(SIG_SETMASK, &before, NULL);
+        kvc_allow_signals(&before);
         pthread_attr_destroy(&detached);
         atomic_store(&num_workers, count);
     }

@@ -1,7 +1,8 @@
 """The SIMD levels: the machines and flags of each, and the files that it is compiled of.
 
-setup.py takes them from here, and tests/ckernels/run does by `python3 ckernels/levels.py MACHINE [FLAGS OF SCALAR]`,
-which prints the level, the source and the flags of each object. kvc_dispatch.c has the same names, the best first.
+setup.py takes them from here, and tests/ckernels/run does by `python3 ckernels/levels.py [SYSTEM-]MACHINE
+[FLAGS OF SCALAR]`, which prints the level, the source and the flags of each object. kvc_dispatch.c has the same names,
+the best first.
 """
 
 import os
@@ -16,7 +17,7 @@ from typing import NamedTuple
 
 __all__ = ["EVEX_FLAGS", "LEVELS", "compiler_of_kernels", "compiles", "defines_of", "flags_of_levels", "sources_of"]
 
-X86, ARM = ("x86_64",), ("aarch64", "arm64")
+X86, ARM = ("x86_64", "amd64"), ("aarch64", "arm64")
 AVX2 = "-mavx2 -mfma -mf16c"
 AVX512 = f"{AVX2} -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mprefer-vector-width=512"
 NEON = "-march=armv8.2-a+dotprod+fp16", "-mcpu=generic+v8_2a+dotprod+fullfp16"  # the second is zig's name
@@ -32,7 +33,7 @@ class Level(NamedTuple):
         evex: its flags where a CPU with AVX-512 is to run it; empty: `flags`.
         needs: the level without which it cannot be. A compiler that knows none of its flags leaves it out.
         parts: the files that it has, kvc_<part>.c; empty: those that each level has.
-        system: the one that has it; empty: all.
+        system: the one that has it, as sys.platform has its name; empty: all.
     """
 
     name: str
@@ -83,11 +84,11 @@ def compiles(flags):
         return bool(shutil.which(compiler[0])) and not subprocess.run(command, capture_output=True).returncode
 
 
-def flags_of_levels(machine, evex, scalar):
-    """The flags of each level that the machine and the compiler have; `scalar`: those of the scalar level."""
+def flags_of_levels(machine, evex, scalar, system=sys.platform):
+    """The flags of each level that machine, system and compiler have; `scalar`: those of the scalar level."""
     found = {}
     for level in LEVELS:
-        if (level.machines and machine not in level.machines) or level.system not in ("", sys.platform):
+        if (level.machines and machine not in level.machines) or level.system not in ("", system):
             continue
         choices = [each.split() for each in ((level.evex,) if evex and level.evex else level.flags)]
         known = choices[:1] if len(choices) == 1 and not level.needs else [each for each in choices if compiles(each)]
@@ -109,7 +110,9 @@ def defines_of(name):
 
 
 if __name__ == "__main__":
-    found, folder = flags_of_levels(sys.argv[1], True, sys.argv[2:]), os.path.dirname(os.path.abspath(__file__))
+    system, _, machine = sys.argv[1].rpartition("-")
+    found = flags_of_levels(machine, True, sys.argv[2:], system or sys.platform)
+    folder = os.path.dirname(os.path.abspath(__file__))
     have = [f"-DKVC_HAVE_{name.upper()}=1" for name in found if name != "scalar"]
     for name, flags in {"once": have, **found}.items():
         for source in sources_of(name, folder):

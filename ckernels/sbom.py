@@ -36,8 +36,10 @@ def bill(name, number, summary):
     own = part(name, number, summary, "MIT", purl=f"{PACKAGE}{name}@{number}")
     inside = [
         part("Cython", cython, "code in the compiled modules", "Apache-2.0", purl=f"{PACKAGE}cython@{cython}"),
-        part("kvcache-demo", number, "weights in kvcache/demo, trained for it", "MIT", "machine-learning-model"),
     ]
+    if Path("kvcache/demo/model.safetensors").exists():  # else a wheel of its own brings them
+        what = "weights in kvcache/demo, trained for it"
+        inside.append(part("kvcache-demo", number, what, "MIT", "machine-learning-model"))
     beside = part("numpy", numpy, "required; its headers built this", "BSD-3-Clause", purl=f"{PACKAGE}numpy@{numpy}")
     tools = [{"type": "application", "name": "C compiler", "version": compiler()}]
     tools += [{"type": "application", "name": each, "version": version(each)} for each in ("Cython", "setuptools")]

@@ -18,7 +18,6 @@ from kvcache.commands.message_reader import visible
 from kvcache.commands.options import in_words_of_options
 from kvcache.commands.serve import add_serve, serve
 from kvcache.commands.verify import add_verify, verify
-from kvcache.demo import DIRECTORY
 from kvcache.errors import KvCacheError
 
 __all__ = ["main"]
@@ -96,6 +95,12 @@ def _server() -> Any:
     return make_app, (ServedModel, ModelSlot, ServedAdapters), exporting, process
 
 
+def _demo_model() -> str:
+    from kvcache.demo import DIRECTORY
+
+    return str(DIRECTORY)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. A user's error prints one line to stderr and returns 2.
 
@@ -108,13 +113,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "serve" and options.config is not None:
             options = configured(options.config, options.parser, partial(parser.parse_args, arguments))
         if options.command == "chat":
-            return chat(options, str(DIRECTORY))
+            return chat(options, _demo_model)
         if options.command == "serve":
-            return serve(options, str(DIRECTORY), _server)
+            return serve(options, _demo_model, _server)
         if options.command == "embed":
             return embed(options)
         if options.command == "verify":
-            return verify(options, str(DIRECTORY), kvcache.__version__)
+            return verify(options, _demo_model, kvcache.__version__)
         return generate(options) if options.command == "generate" else _demo()
     except KeyboardInterrupt:
         return 130

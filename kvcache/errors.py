@@ -114,11 +114,12 @@ class SpillError(KvCacheError):
         folder: of the file.
         layer, block: what could not be read, a layer of the cache that spills and one of its blocks; -1: it is not one.
         reason: the words of the message that say what was expected and what was found.
+        is_full: whether memory and the file have no room, and what is there can be read once some is freed.
     """
 
-    def __init__(self, folder: str, layer: int, block: int, reason: str) -> None:
-        super().__init__(folder, layer, block, reason)
-        self.folder, self.layer, self.block, self.reason = folder, layer, block, reason
+    def __init__(self, folder: str, layer: int, block: int, reason: str, is_full: bool = False) -> None:
+        super().__init__(folder, layer, block, reason, is_full)
+        self.folder, self.layer, self.block, self.reason, self.is_full = folder, layer, block, reason, is_full
 
     def __str__(self) -> str:
         where = f" layer {self.layer}, block {self.block}:" if self.block >= 0 else ""

@@ -27,7 +27,7 @@ suppress_warnings = ["ref.python"]  # `num_heads` is an attribute of several cla
 html_theme = "alabaster"
 html_theme_options = {
     "description": "The KV-cache engine for LLM inference on CPUs", "fixed_sidebar": True, "page_width": "1240px",
-    "body_max_width": "none",
+    "body_max_width": "none", "show_relbars": True,  # the next page in the order of reading
 }
 html_static_path = ["static"]
 html_css_files = ["wide.css"]

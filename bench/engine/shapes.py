@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from bench.support.checkpoints import ALIGNMENT, Stored, stored_as, vocabulary_of, write_file
 
-__all__ = ["SHAPES", "VOCABULARY", "Shape"]
+__all__ = ["POPULAR", "SHAPES", "VOCABULARY", "Shape", "values_of"]
 
 VOCABULARY = 32000
 _INDEX_SIZES = "head_count", "key_length", "top_k"
@@ -25,45 +26,57 @@ class Shape(NamedTuple):
         context: tokens behind which a decode step is measured.
         metadata: of its GGUF file, without the vocabulary.
         tensors: yields `(name in the file, shape)`.
+        vocabulary: tokens.
+        large: whether its files are written packed, without one of float16.
     """
 
     what: str
     context: int
     metadata: dict[str, Any]
     tensors: Callable[[], Tensors]
+    vocabulary: int = VOCABULARY
+    large: bool = False
 
     def write(self, path: Path) -> Path:
         """Write random float16 matrices and float32 vectors."""
-        metadata = {
-            **self.metadata, "general.name": "random", "general.alignment": ALIGNMENT, "general.file_type": 1,
-            **vocabulary_of(VOCABULARY),
+        return write_file(path, self.entries(1), self._stored)
+
+    def entries(self, file_type: int) -> dict[str, Any]:
+        """The metadata of a file of this type, with its vocabulary."""
+        return {
+            **self.metadata, "general.name": "random", "general.alignment": ALIGNMENT,
+            "general.file_type": file_type, **vocabulary_of(self.vocabulary),
         }
-        return write_file(path, metadata, self._stored)
 
     def _stored(self) -> Iterator[Stored]:
         rng = np.random.default_rng(0)
         for name, shape in self.tensors():
-            if name.endswith("ssm_a"):  # -exp(A_log)
-                yield stored_as(name, -np.ones(shape, np.float32))
-            elif len(shape) == 1:
-                yield stored_as(name, np.ones(shape, np.float32))
-            elif ("conv" in name and shape[-1] < 32) or name.endswith("gate_inp.weight"):  # taps of a convolution
-                yield stored_as(name, rng.standard_normal(shape, np.float32))
-            else:
-                scale = np.float32(shape[-1] ** -0.5)
-                yield stored_as(name, (rng.standard_normal(shape, np.float32) * scale).astype(np.float16))
+            yield stored_as(name, values_of(rng, name, shape))
 
 
-def _outside(hidden: int) -> Tensors:
+def values_of(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """Random float16 values of a matrix, or the float32 values of what files never pack."""
+    if name.endswith("ssm_a"):  # -exp(A_log)
+        return -np.ones(shape, np.float32)
+    if name == "rope_freqs.weight":  # a quarter of the channels turns
+        return np.where(np.arange(shape[0]) < shape[0] // 4, 1.0, 1e30).astype(np.float32)
+    if len(shape) == 1:
+        return np.ones(shape, np.float32)
+    values = rng.standard_normal(shape, np.float32)
+    if ("conv" in name and shape[-1] < 32) or name.endswith("gate_inp.weight"):  # taps of a convolution
+        return values
+    return (values * np.float32(shape[-1] ** -0.5)).astype(np.float16)
+
+
+def _outside(hidden: int, vocabulary: int = VOCABULARY) -> Tensors:
     """Yield the tensors before and behind the layers, with an output matrix apart from the embedding."""
-    yield "token_embd.weight", (VOCABULARY, hidden)
-    yield "output_norm.weight", (hidden,)
-    yield "output.weight", (VOCABULARY, hidden)
+    yield from _tied(hidden, vocabulary=vocabulary)
+    yield "output.weight", (vocabulary, hidden)
 
 
-def _tied(hidden: int, norm: str = "output_norm") -> Tensors:
+def _tied(hidden: int, norm: str = "output_norm", vocabulary: int = VOCABULARY) -> Tensors:
     """Yield the tensors before and behind the layers, if the output matrix is the embedding."""
-    yield "token_embd.weight", (VOCABULARY, hidden)
+    yield "token_embd.weight", (vocabulary, hidden)
     yield f"{norm}.weight", (hidden,)
 
 
@@ -72,13 +85,16 @@ def _norms(at: str, size: int, *names: str) -> Tensors:
         yield f"{at}{name}.weight", (size,)
 
 
-def _attention(at: str, hidden: int, heads: int, kv_heads: int, dim: int, query_parts: int = 1) -> Tensors:
+def _attention(
+    at: str, hidden: int, heads: int, kv_heads: int, dim: int, query_parts: int = 1,
+    norms: Sequence[str] = ("attn_q_norm", "attn_k_norm"),
+) -> Tensors:
     """Yield projections, and norms of queries and keys."""
     yield f"{at}attn_q.weight", (query_parts * heads * dim, hidden)
     yield f"{at}attn_k.weight", (kv_heads * dim, hidden)
     yield f"{at}attn_v.weight", (kv_heads * dim, hidden)
     yield f"{at}attn_output.weight", (hidden, heads * dim)
-    yield from _norms(at, dim, "attn_q_norm", "attn_k_norm")
+    yield from _norms(at, dim, *norms)
 
 
 def _mlp(at: str, hidden: int, inner: int) -> Tensors:
@@ -128,11 +144,45 @@ def _gemma3(hidden: int, layers: int, heads: int, kv_heads: int, dim: int, inner
     return Shape(what, 4096, _metadata("gemma3", sizes), tensors)
 
 
-def _experts(
-    hidden: int, layers: int, heads: int, kv_heads: int, dim: int, experts: int, used: int, inner: int
+def _llama(layers: int, vocabulary: int, hidden: int, heads: int, kv_heads: int, inner: int) -> Shape:
+    def tensors() -> Tensors:
+        yield from _tied(hidden, vocabulary=vocabulary)
+        for i in range(layers):
+            at = f"blk.{i}."
+            yield from _norms(at, hidden, "attn_norm", "ffn_norm")
+            yield from _attention(at, hidden, heads, kv_heads, hidden // heads, norms=())
+            yield from _mlp(at, hidden, inner)
+
+    sizes = _sizes(131072, hidden, layers, heads, kv_heads, inner, 5e5)
+    sizes |= {"rope.dimension_count": hidden // heads, "vocab_size": vocabulary}
+    what = f"Llama: hidden {hidden}, {layers} layers, {heads} + {kv_heads} heads"
+    return Shape(what, 1024, _metadata("llama", sizes), tensors, vocabulary)
+
+
+def _qwen3(
+    layers: int, vocabulary: int, hidden: int = 2560, heads: int = 32, kv_heads: int = 8, dim: int = 128,
+    inner: int = 9728,
 ) -> Shape:
     def tensors() -> Tensors:
-        yield from _outside(hidden)
+        yield from _tied(hidden, vocabulary=vocabulary)
+        for i in range(layers):
+            at = f"blk.{i}."
+            yield from _norms(at, hidden, "attn_norm", "ffn_norm")
+            yield from _attention(at, hidden, heads, kv_heads, dim)
+            yield from _mlp(at, hidden, inner)
+
+    sizes = _sizes(32768, hidden, layers, heads, kv_heads, inner, 1e6)
+    sizes |= {"attention.key_length": dim, "attention.value_length": dim}
+    what = f"Qwen3: hidden {hidden}, {layers} layers, {heads} + {kv_heads} heads"
+    return Shape(what, 1024, _metadata("qwen3", sizes), tensors, vocabulary)
+
+
+def _experts(
+    hidden: int, layers: int, heads: int, kv_heads: int, dim: int, experts: int, used: int, inner: int,
+    vocabulary: int = VOCABULARY, context: int = 8192,
+) -> Shape:
+    def tensors() -> Tensors:
+        yield from _outside(hidden, vocabulary)
         for i in range(layers):
             at = f"blk.{i}."
             yield from _norms(at, hidden, "attn_norm", "ffn_norm")
@@ -142,20 +192,24 @@ def _experts(
             yield f"{at}ffn_up_exps.weight", (experts, inner, hidden)
             yield f"{at}ffn_down_exps.weight", (experts, hidden, inner)
 
-    sizes = _sizes(8192, hidden, layers, heads, kv_heads, 4 * inner, 1e6) | {
+    sizes = _sizes(context, hidden, layers, heads, kv_heads, 4 * inner, 1e6) | {
         "attention.key_length": dim, "attention.value_length": dim, "expert_count": experts,
         "expert_used_count": used, "expert_feed_forward_length": inner,
     }
     what = f"Qwen3-MoE: hidden {hidden}, {layers} layers, {used} of {experts} experts, {heads} + {kv_heads} heads"
-    return Shape(what, 1024, _metadata("qwen3moe", sizes), tensors)
+    return Shape(what, 1024, _metadata("qwen3moe", sizes), tensors, vocabulary)
 
 
-def _qwen35(hidden: int, layers: int, heads: int, kv_heads: int, dim: int, key_heads: int, inner: int) -> Shape:
-    """Three of four layers have the gated delta rule, with as many key heads as value heads, of 128 channels."""
-    size, taps = 128, 4
+def _qwen35(
+    hidden: int, layers: int, heads: int, kv_heads: int, dim: int, key_heads: int, inner: int,
+    value_heads: int | None = None, vocabulary: int = VOCABULARY,
+) -> Shape:
+    """Three of four layers have the gated delta rule, with heads of 128 channels, of keys as many as of values."""
+    size, taps, states = 128, 4, value_heads or key_heads
+    mixed = (2 * key_heads + states) * size  # rows of queries, keys and values
 
     def tensors() -> Tensors:
-        yield from _tied(hidden)
+        yield from _tied(hidden, vocabulary=vocabulary)
         for i in range(layers):
             at = f"blk.{i}."
             yield from _norms(at, hidden, "attn_norm", "post_attention_norm")
@@ -163,24 +217,64 @@ def _qwen35(hidden: int, layers: int, heads: int, kv_heads: int, dim: int, key_h
             if (i + 1) % 4 == 0:
                 yield from _attention(at, hidden, heads, kv_heads, dim, 2)
                 continue
-            yield f"{at}attn_qkv.weight", (3 * key_heads * size, hidden)
-            yield f"{at}attn_gate.weight", (key_heads * size, hidden)
-            yield f"{at}ssm_conv1d.weight", (3 * key_heads * size, taps)
+            yield f"{at}attn_qkv.weight", (mixed, hidden)
+            yield f"{at}attn_gate.weight", (states * size, hidden)
+            yield f"{at}ssm_conv1d.weight", (mixed, taps)
             for name in ("ssm_alpha", "ssm_beta"):
-                yield f"{at}{name}.weight", (key_heads, hidden)
-            yield f"{at}ssm_dt.bias", (key_heads,)
-            yield f"{at}ssm_a", (key_heads,)
+                yield f"{at}{name}.weight", (states, hidden)
+            yield f"{at}ssm_dt.bias", (states,)
+            yield f"{at}ssm_a", (states,)
             yield f"{at}ssm_norm.weight", (size,)
-            yield f"{at}ssm_out.weight", (hidden, key_heads * size)
+            yield f"{at}ssm_out.weight", (hidden, states * size)
 
     sizes = _sizes(32768, hidden, layers, heads, kv_heads, inner, 1e7) | {
         "attention.key_length": dim, "attention.value_length": dim, "rope.dimension_count": dim // 4,
         "rope.dimension_sections": [11, 11, 10, 0], "full_attention_interval": 4, "ssm.conv_kernel": taps,
-        "ssm.state_size": size, "ssm.group_count": key_heads, "ssm.time_step_rank": key_heads,
-        "ssm.inner_size": key_heads * size,
+        "ssm.state_size": size, "ssm.group_count": key_heads, "ssm.time_step_rank": states,
+        "ssm.inner_size": states * size,
     }
-    what = f"Qwen3.5: hidden {hidden}, {layers} layers (3 of 4 with {key_heads} states of 128 x 128)"
-    return Shape(what, 1024, _metadata("qwen35", sizes), tensors)
+    what = f"Qwen3.5: hidden {hidden}, {layers} layers (3 of 4 with {states} states of 128 x 128)"
+    return Shape(what, 1024, _metadata("qwen35", sizes), tensors, vocabulary)
+
+
+def _gemma4(
+    layers: int, vocabulary: int, shared: int, hidden: int = 2560, heads: int = 8, kv_heads: int = 2,
+    inner: int = 10240, inputs: int = 256, window: int = 512,
+) -> Shape:
+    """Every sixth layer sees all tokens, with heads of 512 channels; the last `shared` use K and V of others."""
+    slides = [(i + 1) % 6 != 0 for i in range(layers)]
+    dims = [256 if each else 512 for each in slides]
+
+    def tensors() -> Tensors:
+        yield from _tied(hidden, vocabulary=vocabulary)
+        yield "per_layer_token_embd.weight", (vocabulary, inputs * layers)
+        yield "per_layer_model_proj.weight", (inputs * layers, hidden)
+        yield "per_layer_proj_norm.weight", (inputs,)
+        yield "rope_freqs.weight", (256,)
+        for i, dim in enumerate(dims):
+            at = f"blk.{i}."
+            yield from _norms(
+                at, hidden, "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "post_norm"
+            )
+            yield from _norms(at, 1, "layer_output_scale")
+            yield f"{at}attn_q.weight", (heads * dim, hidden)
+            yield f"{at}attn_output.weight", (hidden, heads * dim)
+            yield f"{at}attn_k.weight", (kv_heads * dim, hidden)  # files of the last layers have them too, unread
+            yield f"{at}attn_v.weight", (kv_heads * dim, hidden)
+            yield from _norms(at, dim, "attn_q_norm", "attn_k_norm")
+            yield from _mlp(at, hidden, inner)
+            yield f"{at}inp_gate.weight", (inputs, hidden)
+            yield f"{at}proj.weight", (hidden, inputs)
+
+    sizes = _sizes(32768, hidden, layers, heads, kv_heads, inner, 1e6) | {
+        "attention.key_length": 512, "attention.value_length": 512, "attention.key_length_swa": 256,
+        "attention.value_length_swa": 256, "attention.sliding_window": window,
+        "attention.sliding_window_pattern": slides, "attention.shared_kv_layers": shared,
+        "embedding_length_per_layer_input": inputs, "rope.freq_base_swa": 1e4, "rope.dimension_count": 512,
+        "rope.dimension_count_swa": 256, "final_logit_softcapping": 30.0,
+    }
+    what = f"Gemma 4: hidden {hidden}, {layers} layers (5 of 6 with a window of {window}), {heads} + {kv_heads} heads"
+    return Shape(what, 1024, _metadata("gemma4", sizes), tensors, vocabulary)
 
 
 def _lfm2(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, attending: tuple[int, ...]) -> Shape:
@@ -309,4 +403,46 @@ SHAPES = {
     "kimi": _kimi(1024, 16, 16, 3584, 16, 2, 512),
     "latent": _latent(2048, 3, 20, 10240, 64, 4, 1536),  # three layers of GLM-4.7-Flash
     "indexed": _latent(1024, 8, 16, 3584, 16, 2, 512, 128, 128, _Index(16, 128, 2048)),  # 16 of 64 heads of indexers
+}
+
+
+class Popular(NamedTuple):
+    """A network that people run.
+
+    Attributes:
+        name: as its makers write it.
+        layers: how many it has.
+        vocabulary: tokens.
+        make: from numbers of layers and of tokens, its shape.
+    """
+
+    name: str
+    layers: int
+    vocabulary: int
+    make: Callable[[int, int], Shape]
+
+    def shape(self, layers: int | None = None, vocabulary: int | None = None) -> Shape:
+        """Its shape, or one of fewer layers or tokens, which says so."""
+        count, tokens = layers or self.layers, vocabulary or self.vocabulary
+        what = self.name if count == self.layers else f"{self.name}, {count} of {self.layers} layers"
+        if tokens != self.vocabulary:
+            what += f", a vocabulary of {tokens:,}"
+        return self.make(count, tokens)._replace(what=what, large=True)
+
+
+POPULAR = {
+    "llama-1b": Popular(
+        "Llama-3.2-1B", 16, 128256, lambda layers, tokens: _llama(layers, tokens, 2048, 32, 8, 8192)
+    ),
+    "qwen3-4b": Popular("Qwen3-4B", 36, 151936, _qwen3),
+    "qwen35-4b": Popular(
+        "Qwen3.5-4B", 32, 248320, lambda layers, tokens: _qwen35(2560, layers, 16, 4, 256, 16, 9216, 32, tokens)
+    ),
+    "gemma4-e4b": Popular(  # the last layer with K and V of its own sees all tokens
+        "Gemma 4 E4B", 42, 262144, lambda layers, tokens: _gemma4(layers, tokens, layers - 24 * layers // 42 // 6 * 6)
+    ),
+    "qwen3-30b-a3b": Popular(
+        "Qwen3-30B-A3B", 48, 151936,
+        lambda layers, tokens: _experts(2048, layers, 32, 4, 128, 128, 8, 768, tokens, 40960),
+    ),
 }

@@ -1,19 +1,23 @@
-"""Rivals that read the same GGUF files: llama.cpp and OpenVINO in their default precision, transformers in bf16."""
+"""Rivals that read the same GGUF files, in their default precision, and transformers in bf16."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bench.engine import engine_rivals
-from bench.engine.engine_rivals import LlamaCpp, Transformers
-from bench.engine.shapes import Shape
+from bench.engine.engine_rivals import ROOM, LlamaCpp, Rival, Tokens, Transformers
+from bench.engine.mistral_rs import MistralRs
+from bench.engine.popular import IkLlamaText
+from bench.engine.shapes import Shape, values_of
 from bench.support.blas import set_threads
 from bench.support.checkpoints import Size, write_gguf
 from bench.support.common import Candidate, Case, Result
+from bench.support.packed_files import quantise, write_packed
 from bench.support.tables import measured
 
 __all__ = ["COMMON_FILES", "GGUF_FILES", "RIVALS", "OpenVino", "measure_each", "write_files"]
@@ -28,29 +32,27 @@ COMMON_FILES = ("f16", "q8_0", "q4_0", "q4_k_m")  # OpenVINO reads these
 def write_files(size: Size | Shape, folder: Path, names: Sequence[str] = COMMON_FILES) -> None:
     """Write the random network as f16 and, with llama.cpp, in packed types; files that are there are kept.
 
+    Of a large network only the named files are written, which needs llama.cpp.
+
     Args:
         names: those of `GGUF_FILES`.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(size, Shape) and size.large:
+        for name in (each for each in names if not (folder / f"{each}.gguf").exists()):
+            kind = GGUF_FILES[name]
+            write_packed(folder / f"{name}.gguf", size.entries(kind), size.tensors, values_of, kind)
+        return
     if not (folder / "f16.gguf").exists():
         if isinstance(size, Shape):
             size.write(folder / "f16.gguf")
         else:
             write_gguf(size, folder / "f16.gguf", half=True)
-    try:
-        import llama_cpp
-    except ImportError:
-        return
-    for name in names:
-        target, kind = folder / f"{name}.gguf", GGUF_FILES[name]
-        if target.exists():
-            continue
-        parameters = llama_cpp.llama_model_quantize_default_params()
-        parameters.ftype = kind
-        if llama_cpp.llama_model_quantize(
-            str(folder / "f16.gguf").encode(), str(target).encode(), ctypes.byref(parameters)
-        ):
-            target.unlink(missing_ok=True)
+    for name in (each for each in names if not (folder / f"{each}.gguf").exists()):
+        try:
+            quantise(folder / "f16.gguf", folder / f"{name}.gguf", GGUF_FILES[name])
+        except ImportError:
+            return
 
 
 class OpenVino(engine_rivals.OpenVino):
@@ -59,8 +61,37 @@ class OpenVino(engine_rivals.OpenVino):
     name = "OpenVINO"
 
 
+class IkLlama(Rival):
+    """ik_llama.cpp with flash attention and float16 K and V; matrices as the file has them."""
+
+    name = IkLlamaText.name
+
+    def __init__(self, path: Path, threads: int, context: int = ROOM) -> None:
+        self._text = IkLlamaText(path, threads, context)
+
+    @staticmethod
+    def version() -> str:
+        return IkLlamaText.version()
+
+    def prefill(self, tokens: Tokens) -> None:
+        self._text.start(tokens)
+        self._held = len(tokens)
+
+    def rewind(self) -> None:
+        self._text.cut(self._held)
+
+    def decode(self, steps: int) -> None:
+        """Run greedy decode steps."""
+        token = 3
+        for _ in range(steps):
+            token = self._text.extend(np.array([token], np.uint32))
+
+
 # rival -> the files that it reads
-RIVALS: dict[Any, tuple[str, ...]] = {LlamaCpp: tuple(GGUF_FILES), OpenVino: COMMON_FILES, Transformers: ("f16",)}
+RIVALS: dict[Any, tuple[str, ...]] = {
+    LlamaCpp: tuple(GGUF_FILES), IkLlama: tuple(GGUF_FILES), MistralRs: tuple(GGUF_FILES), OpenVino: COMMON_FILES,
+    Transformers: ("f16",),
+}
 
 
 def measure_each(

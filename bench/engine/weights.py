@@ -1,8 +1,9 @@
-"""`python -m bench weights`: products with weights in every format, and a network of a billion weights, against rivals.
+"""`python -m bench weights`: products with weights in every format, networks of them, and rivals.
 
 The products read matrices that no cache holds, as the layers of a network do, compared with a plain read of as many
 bytes and with the arithmetic peak of the same run. The network has the shape of Llama-3.2-1B and random weights;
-llama.cpp and OpenVINO read the same GGUF files with their default precision, transformers the f16 file in bf16.
+rivals read the same GGUF files with their default precision, transformers the f16 file in bf16. `--only popular`
+measures networks that people run, in the types of weights that they run.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import numpy.typing as npt
 
 from bench.engine.engine_rivals import availability
 from bench.engine.matrices import Products
+from bench.engine.popular import ENGINES, Plan, measure_popular, results_of, rows_of, verdicts_of
 from bench.engine.rows import rows_table
-from bench.engine.shapes import SHAPES, VOCABULARY, Shape
-from bench.engine.weight_rivals import COMMON_FILES, GGUF_FILES, RIVALS, OpenVino, measure_each, write_files
+from bench.engine.shapes import POPULAR, SHAPES, Shape
+from bench.engine.weight_rivals import COMMON_FILES, GGUF_FILES, RIVALS, measure_each, write_files
+from bench.serving.measured import Measured
 from bench.support.blas import set_threads
 from bench.support.ceilings import BlockReader, byte_products, fma, huge_array
 from bench.support.checkpoints import SIZES, Size
@@ -124,7 +127,7 @@ def candidates(engine: Any, name: str, vocabulary: int, context: int) -> Iterato
         return rng.integers(3, vocabulary, count, dtype=np.uint32)
 
     work, step = {"work": float(PROMPT)}, {"work": 1.0}
-    if isinstance(engine, OpenVino):  # by its own clock, over a new prompt each time, which no cache contains
+    if hasattr(engine, "first_token"):  # by a clock of its own, over a new prompt each time, which no cache contains
         yield "prefill", Candidate(name, seconds=lambda: engine.first_token(fresh(PROMPT)), facts=work)
         yield "decode", Candidate(name, seconds=lambda: engine.step(fresh(context), STEPS), facts=step)
         return
@@ -151,6 +154,11 @@ def measure_network(
     return results
 
 
+def _folder_of(name: str, folder: Path) -> Path:
+    """The folder for the files of a network."""
+    return folder / re.sub(r"[^a-z0-9]+", "-", name.lower())
+
+
 def network_tables(
     tables: Tables,
     size: Size | Shape,
@@ -169,10 +177,10 @@ def network_tables(
     """
     print("; ".join(availability(RIVALS)))
     name, context, vocabulary = (
-        (size.what, size.context, VOCABULARY) if isinstance(size, Shape) else (str(size), CONTEXT, size.vocabulary)
+        (size.what, size.context, size.vocabulary) if isinstance(size, Shape) else (str(size), CONTEXT, size.vocabulary)
     )
     with tempfile.TemporaryDirectory() as temporary:
-        kept = (folder or Path(temporary)) / re.sub(r"[^a-z0-9]+", "-", name.lower())
+        kept = _folder_of(name, folder or Path(temporary))
         write_files(size, kept, files)
         for count in threads:
             results = measure_network(vocabulary, kept, count, rounds, rivals, context, named, files)
@@ -187,7 +195,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this bench."""
     parser.add_argument("--rounds", type=int, default=7, help="rounds per case (default 7)")
     parser.add_argument("--threads", type=counts, default=[1, 2], metavar="N,N", help="threads (default 1,2)")
-    parser.add_argument("--only", choices=("products", "rows", "network"), help="one of the parts")
+    parser.add_argument("--only", choices=("products", "rows", "network", "popular"), help="one of the parts")
     formats = list(MATRIX_FORMATS)
     parser.add_argument("--formats", nargs="+", choices=formats, default=formats, help="formats of the products")
     parser.add_argument("--network", choices=("1b", *SHAPES), default="1b", help="another network than Llama's 1B")
@@ -198,10 +206,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"types of GGUF files, of {', '.join(GGUF_FILES)} (default {' '.join(COMMON_FILES)})",
     )
     parser.add_argument("--folder", type=Path, help="keep the GGUF files here (4.7 GB), and use those that are there")
+    popular = parser.add_argument_group("popular", "networks that people run; only with --only popular")
+    popular.add_argument("--shape", nargs="+", choices=tuple(POPULAR), default=list(POPULAR), help="some of them")
+    popular.add_argument("--layers", type=int, help="of all of them, fewer than they have; the table says so")
+    popular.add_argument("--rivals", nargs="+", choices=tuple(ENGINES), default=list(ENGINES), help="some engines")
+    popular.add_argument("--context", type=int, default=Plan().far, help="tokens of a long text (default 16384)")
+    popular.add_argument("--patience", type=float, default=Plan().patience, metavar="SECONDS",
+                         help="that a long text may take where it is computed (default 120)")
+    popular.add_argument("--resume", type=Path, metavar="FILE",
+                         help="keep what each engine did in this file, and measure what it does not have")
+
+
+def popular_tables(tables: Tables, options: argparse.Namespace, folder: Path, threads: int) -> None:
+    """Print a table for each network that people run."""
+    measured = Measured(options.resume)
+    plan = Plan(far=options.context, rounds=options.rounds, patience=options.patience)
+    if options.quick:
+        plan = Plan(32, 32, 64, 48, 1)
+    for name in options.shape:
+        layers, vocabulary = (12, 4096) if options.quick else (options.layers, None)
+        size = POPULAR[name].shape(layers, vocabulary)
+        for file in ("q4_k_m",) if options.files is COMMON_FILES else options.files:
+            path = _folder_of(size.what, folder) / f"{file}.gguf"
+            try:
+                write_files(size, path.parent, (file,))
+            except ImportError as error:
+                raise SystemExit(f"--only popular needs llama.cpp, which packs its files: {error}") from error
+            found = measure_popular(options.rivals, path, size.vocabulary, threads, plan, measured)
+            title = f"9d. {size.what}, {file}, {threads} thr"
+            tables.rows(title, *rows_of(found, plan), results_of(found, plan), verdicts_of(found, plan))
 
 
 def main(options: argparse.Namespace) -> int:
     """Print every table; returns 1 if a bound was missed."""
+    if options.only == "popular":
+        print("; ".join(availability(ENGINES.values())))
     rounds = 2 if options.quick else options.rounds
     shape, cold = ((256, 512), 1 << 20) if options.quick else (SHAPE, COLD_BYTES)
     tables = Tables(options)
@@ -222,5 +261,9 @@ def main(options: argparse.Namespace) -> int:
         network_tables(
             tables, size, options.threads, rounds, options.folder, not options.no_rivals, options.engines, options.files
         )
+    if options.only == "popular":
+        with tempfile.TemporaryDirectory() as temporary:
+            for threads in options.threads:
+                popular_tables(tables, options, options.folder or Path(temporary), threads)
     tables.end(draw_each, threads=True)
     return tables.verdict()

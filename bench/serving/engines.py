@@ -8,15 +8,19 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import Empty, Queue
+from threading import Thread
 from time import sleep
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from bench.serving.llamacpp import LlamaCpp
+from bench.engine.mistral_rs import MistralRs
+from bench.serving.llamacpp import IkLlamaCpp, LlamaCpp
 from kvcache import BatchEngine
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
+from kvcache.gguf import GgufFile
 from kvcache.networks.gguf import GgufCheckpoint
 from kvcache.networks.model import Transformer
 
@@ -24,6 +28,7 @@ __all__ = ["ENGINES", "Engine", "Network"]
 
 Tokens = npt.NDArray[np.uint32]
 BLOCK = 16
+_UNKNOWN = 3  # stands for a token of an engine that writes texts
 
 
 @dataclass(frozen=True)
@@ -275,12 +280,43 @@ class Transformers(Engine):
         self._manager.stop(block=True, timeout=5)
 
 
+class Mistral(Engine):
+    """mistral.rs, a thread for each request; an answer has the length of its tokens, whose ids it does not say."""
+
+    def __init__(self, network: Network, tokens: int, longest: int, running: int, threads: int) -> None:
+        del tokens, longest
+        random = GgufFile(network.file).metadata.get("general.name") == "random"
+        self._engine = MistralRs(network.file, threads, running, as_letters=random)
+        self._found: Queue[tuple[int, list[int] | Exception]] = Queue()
+
+    def submit(self, key: int, prompt: Tokens, new: int) -> None:
+        Thread(target=self._run, args=(key, prompt, new), daemon=True).start()
+
+    def _run(self, key: int, prompt: Tokens, new: int) -> None:
+        try:
+            for _ in self._engine.times(prompt, new):
+                self._found.put((key, [_UNKNOWN]))
+        except Exception as error:
+            self._found.put((key, error))
+
+    def step(self) -> list[tuple[int, list[int]]]:
+        try:
+            key, found = self._found.get(timeout=0.01)
+        except Empty:
+            return []
+        if isinstance(found, Exception):
+            raise found
+        return [(key, found)]
+
+
 ENGINES: dict[str, type[Engine]] = {
     "kvcache, BatchEngine": Batch,
     "kvcache, target_gap=0.1": LongGaps,
     "kvcache, one after another": OneAfterAnother,
     "OpenVINO GenAI": OpenVino,
     "llama.cpp": LlamaCpp,
+    "ik_llama.cpp": IkLlamaCpp,
+    "mistral.rs": Mistral,
     "vLLM, bf16": Vllm,
     "transformers, bf16": Transformers,
 }

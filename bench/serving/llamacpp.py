@@ -1,22 +1,22 @@
-"""llama.cpp with several sequences in one batch, through the functions that its server is made of."""
+"""llama.cpp and ik_llama.cpp with several sequences in one batch."""
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from bench.engine.llama_api import BATCH, IkLlamaApi, LlamaApi
+
 if TYPE_CHECKING:
     from bench.serving.engines import Network
 
-__all__ = ["LlamaCpp"]
+__all__ = ["IkLlamaCpp", "LlamaCpp"]
 
 Tokens = npt.NDArray[np.uint32]
 SLOTS = 64  # sequences that keep their tokens for later requests
-BATCH = 512  # tokens of a step
 
 
 @dataclass
@@ -38,29 +38,13 @@ class LlamaCpp:
     request copies the longest prefix that any slot has, and waits for one that another slot is about to compute.
     """
 
-    def __init__(self, network: Network, tokens: int, longest: int, running: int, threads: int) -> None:
-        import llama_cpp
+    api: ClassVar[type[LlamaApi]] = LlamaApi
 
+    def __init__(self, network: Network, tokens: int, longest: int, running: int, threads: int) -> None:
         del longest
-        self._api: Any = llama_cpp
-        self._quiet = llama_cpp.llama_log_callback(lambda level, text, user: None)
-        llama_cpp.llama_log_set(self._quiet, ctypes.c_void_p(0))
-        llama_cpp.llama_backend_init()
-        self._model = llama_cpp.llama_model_load_from_file(
-            str(network.file).encode(), llama_cpp.llama_model_default_params()
-        )
-        if not self._model:
-            raise ValueError(f"{network.file.name} is not read")
-        settings = llama_cpp.llama_context_default_params()
-        settings.n_ctx, settings.n_batch, settings.n_ubatch = -(-tokens // 256) * 256, BATCH, BATCH
-        settings.n_seq_max, settings.kv_unified = SLOTS, True
-        settings.n_threads = settings.n_threads_batch = threads
-        self._context = llama_cpp.llama_init_from_model(self._model, settings)
-        self._memory = llama_cpp.llama_get_memory(self._context)
-        self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
-        self._batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
+        self._api = self.api(network.file, threads, tokens, SLOTS)
         self._slots, self._queue = [_Slot(i) for i in range(SLOTS)], list[tuple[int, list[int], int]]()
-        self._running, self._prefilled, self._clock = running, 0, 0
+        self._running, self._prefilled, self._clock, self._rows = running, 0, 0, 0
 
     def submit(self, key: int, prompt: Tokens, new: int) -> None:
         self._queue.append((key, prompt.tolist(), new))
@@ -87,8 +71,7 @@ class LlamaCpp:
             self._prefilled += count if count > 1 else 0
             if row is None:
                 continue
-            logits = self._api.llama_get_logits_ith(self._context, row)
-            token = int(np.ctypeslib.as_array(logits, (self._vocabulary,)).argmax())
+            token = int(self._api.logits(row).argmax())
             assert slot.key is not None
             found.append((slot.key, [token]))
             slot.tokens.append(token)
@@ -101,9 +84,7 @@ class LlamaCpp:
         return self._prefilled
 
     def close(self) -> None:
-        self._api.llama_batch_free(self._batch)
-        self._api.llama_free(self._context)
-        self._api.llama_model_free(self._model)
+        self._api.close()
 
     def _admit(self) -> None:
         waiting = []
@@ -118,35 +99,40 @@ class LlamaCpp:
                 continue
             slot = source if source in idle and count == source.computed else min(idle, key=lambda s: s.used)
             if slot is source:
-                self._api.llama_memory_seq_rm(self._memory, slot.seq_id, count, -1)
+                self._api.forget(slot.seq_id, count)
             else:
-                self._api.llama_memory_seq_rm(self._memory, slot.seq_id, -1, -1)
-                self._api.llama_memory_seq_cp(self._memory, source.seq_id, slot.seq_id, 0, count)
+                self._api.forget(slot.seq_id)
+                self._api.copy(source.seq_id, slot.seq_id, count)
             slot.key, slot.tokens, slot.computed, slot.left, slot.used = key, prompt, count, new, self._clock
         self._queue = waiting
 
     def _fill(self, pieces: list[tuple[_Slot, int]]) -> list[int | None]:
         """The next tokens of slots; in which row of the batch the logits of each are due."""
-        batch, rows, due = self._batch, 0, list[int | None]()
+        rows, due = 0, list[int | None]()
         for slot, count in pieces:
-            for pos in range(slot.computed, slot.computed + count):
-                batch.token[rows], batch.pos[rows] = slot.tokens[pos], pos
-                batch.n_seq_id[rows], batch.seq_id[rows][0], batch.logits[rows] = 1, slot.seq_id, 0
+            last = slot.computed + count - 1
+            whole = count == len(slot.tokens) - slot.computed
+            for pos in range(slot.computed, last + 1):
+                self._api.put(rows, slot.tokens[pos], pos, slot.seq_id, due=whole and pos == last)
                 rows += 1
-            whole = slot.computed + count == len(slot.tokens)
-            batch.logits[rows - 1] = whole
             due.append(rows - 1 if whole else None)
-        batch.n_tokens = rows
+        self._rows = rows
         return due
 
     def _decode(self) -> None:
-        while (status := self._api.llama_decode(self._context, self._batch)) != 0:
+        while (status := self._api.run(self._rows)) != 0:
             kept = [slot for slot in self._slots if slot.key is None and slot.computed]
             if status != 1 or not kept:
                 raise MemoryError(f"llama_decode returned {status}")
             oldest = min(kept, key=lambda slot: slot.used)  # there are too few cells
-            self._api.llama_memory_seq_rm(self._memory, oldest.seq_id, -1, -1)
+            self._api.forget(oldest.seq_id)
             oldest.tokens, oldest.computed = [], 0
+
+
+class IkLlamaCpp(LlamaCpp):
+    """ik_llama.cpp, in the same way."""
+
+    api = IkLlamaApi
 
 
 def _common(a: list[int], b: list[int]) -> int:

@@ -107,6 +107,7 @@ def write_checkpoint(size: Size, folder: Path) -> Path:
 
 ALIGNMENT = 32
 U32, F32, BOOL, STRING, ARRAY, I32 = 4, 6, 7, 8, 9, 5
+_PACKED = {I32: "<i", F32: "<f", BOOL: "<?"}
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
@@ -121,10 +122,10 @@ def _text(text: str) -> bytes:
 
 
 def _value(value: Any) -> bytes:
-    """A typed metadata value: int, float, str, or a list of one of them."""
+    """A typed metadata value: int, float, str, bool, or a list of one of them."""
     if isinstance(value, list):
-        kind = {int: I32, float: F32, str: STRING}[type(value[0])]
-        items = [_text(v) if kind == STRING else struct.pack("<i" if kind == I32 else "<f", v) for v in value]
+        kind = {int: I32, float: F32, str: STRING, bool: BOOL}[type(value[0])]
+        items = [_text(v) if kind == STRING else struct.pack(_PACKED[kind], v) for v in value]
         return struct.pack("<IIQ", ARRAY, kind, len(value)) + b"".join(items)
     if isinstance(value, str):
         return struct.pack("<I", STRING) + _text(value)
@@ -210,11 +211,17 @@ def write_gguf(
 
 
 def write_file(
-    path: Path, metadata: dict[str, Any], make: Callable[[], Iterator[Stored]], name_of: Callable[[str], str] = str
+    path: Path, metadata: dict[str, Any], make: Callable[[], Iterator[Stored]], name_of: Callable[[str], str] = str,
+    outlines: Callable[[], Iterator[Stored]] | None = None,
 ) -> Path:
-    """Write a GGUF file of tensors that `make` yields, the same in each call; `name_of` gives their names there."""
+    """Write a GGUF file of tensors that `make` yields, the same in each call.
+
+    Args:
+        name_of: gives the names in the file.
+        outlines: yields the tensors without their values, which saves a call of `make`.
+    """
     infos, at, count = b"", 0, 0
-    for name, shape, kind, data in make():
+    for name, shape, kind, data in (outlines or make)():
         sizes = shape[::-1]
         infos += _text(name_of(name)) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, kind, at)
         at += data.nbytes + -data.nbytes % ALIGNMENT

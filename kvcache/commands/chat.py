@@ -6,6 +6,7 @@ import argparse
 import secrets
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 
@@ -42,14 +43,14 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plain", action="store_true", help="show answers as they come, without Markdown and colours")
 
 
-def chat(options: argparse.Namespace, default: str) -> int:
+def chat(options: argparse.Namespace, default: Callable[[], str]) -> int:
     """Answer one message after another of the standard input until its end; returns the exit status.
 
     Args:
         options: of the command.
-        default: the model where the options name none.
+        default: called for the model where the options name none.
     """
-    options.model = options.model or default
+    options.model = options.model or default()
     expect_chat_template(options, options.system)
     engine = open_engine(
         options, InferenceEngine.from_pretrained, prefill_chunk=PIECE, adapters=adapter_of(options)

@@ -6,6 +6,7 @@ import re
 import select
 import shutil
 import sys
+import time
 from unicodedata import east_asian_width
 
 __all__ = ["MessageReader"]
@@ -65,7 +66,7 @@ class MessageReader:
         if "\n" not in text and _OPENS.match(text):
             text = self._until_closed(text)
         lines = [text]
-        while select.select([sys.stdin], [], [], _AT_ONCE)[0]:
+        while _has_more():
             try:
                 lines.append(self.line(""))
             except EOFError:
@@ -79,6 +80,16 @@ class MessageReader:
             inside += "\n" + self.line(". ")
         inside, _, behind = inside.partition(_QUOTES)
         return before + inside.strip("\n") + behind
+
+
+def _has_more() -> bool:
+    """Whether a terminal has more of what was typed or pasted."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        time.sleep(_AT_ONCE)
+        return msvcrt.kbhit()
+    return bool(select.select([sys.stdin], [], [], _AT_ONCE)[0])
 
 
 def visible(text: str) -> str:

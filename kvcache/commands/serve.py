@@ -109,13 +109,14 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def serve(
-    options: argparse.Namespace, default: str, server: Callable[[], tuple[Any, tuple[Any, Any, Any], Any, ModuleType]]
+    options: argparse.Namespace, default: Callable[[], str],
+    server: Callable[[], tuple[Any, tuple[Any, Any, Any], Any, ModuleType]],
 ) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit status.
 
     Args:
         options: of the command.
-        default: the model where the options name none.
+        default: called for the model where the options name none.
         server: returns `make_app`, `ServedModel`, `ModelSlot` and `ServedAdapters`, `exporting` and the module
             `server.process`, or raises ImportError.
 
@@ -225,9 +226,9 @@ def _adapters(options: argparse.Namespace) -> dict[str, str]:
     return found
 
 
-def _slot(options: argparse.Namespace, default: str, kinds: tuple[Any, Any, Any], room: int | str) -> Any:
+def _slot(options: argparse.Namespace, default: Callable[[], str], kinds: tuple[Any, Any, Any], room: int | str) -> Any:
     """The slot of the model of some options. FileNotFoundError: there is no such model."""
-    options.model = options.model or default
+    options.model = options.model or default()
     kind, slot, known = kinds
     names = tuple(dict.fromkeys((options.name or name_of(options.model), *options.served_name)))
     needs = expected_bytes(options) + room if isinstance(room, int) else 0

@@ -47,12 +47,12 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
     add("--api-key", metavar="KEY", help="of the server")
 
 
-def verify(options: argparse.Namespace, default: str, version: str) -> int:
+def verify(options: argparse.Namespace, default: Callable[[], str], version: str) -> int:
     """Print what is equal and what differs; returns the exit status: `EQUAL`, `DIFFERENT` or `INCOMPLETE`.
 
     Args:
         options: of the command.
-        default: the model where the options name none.
+        default: called for the model where the options name none.
         version: of the library.
     """
     asks = options.server is not None
@@ -67,8 +67,8 @@ def verify(options: argparse.Namespace, default: str, version: str) -> int:
 # -- a network ------------------------------------------------------------------------------------------------
 
 
-def _verify_network(options: argparse.Namespace, default: str, version: str) -> int:
-    options.model = options.model or default
+def _verify_network(options: argparse.Namespace, default: Callable[[], str], version: str) -> int:
+    options.model = options.model or default()
     most_threads = get_num_threads()
     seconds = as_finite(_SECONDS if options.seconds is None else options.seconds, "seconds", 0.0, above=True)
     prompts = MOST_PROMPTS if options.prompts is None else as_count(options.prompts, "prompts", 1, MOST_PROMPTS)

@@ -26,3 +26,4 @@ cdef class Spill:
     cdef int raise_fault_(self) except -1    # or SpillError
     cdef void forget_faults_(self) noexcept nogil
     cdef int expect_room_(self) except -1    # or SpillError: the file takes nothing more
+    cdef void trim_(self) noexcept nogil     # where most slots of the file are of nobody, gives these back

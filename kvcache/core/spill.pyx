@@ -131,7 +131,7 @@ cdef class Spill:
         if fault.kind == KVC_NO_FAULT:
             return 0
         reason = REASONS[fault.kind].format(os.strerror(fault.code))
-        raise SpillError(self.folder, fault.layer, fault.block, reason)
+        raise SpillError(self.folder, fault.layer, fault.block, reason, fault.kind == KVC_FULL_FAULT)
 
     cdef void forget_faults_(self) noexcept nogil:
         cdef kvc_fault fault
@@ -140,7 +140,12 @@ cdef class Spill:
     cdef int expect_room_(self) except -1:
         cdef int error
         with nogil:
+            self.trim_()
             error = kernels.spill_expect_room(self.c)
         if error:
-            raise SpillError(self.folder, -1, -1, f"a file that takes more, got {os.strerror(error)}")
+            raise SpillError(self.folder, -1, -1, f"a file that takes more, got {os.strerror(error)}", True)
         return 0
+
+    cdef void trim_(self) noexcept nogil:
+        if self.pool is not None:
+            kernels.spill_trim(self.c, self.pool.num_blocks - self.pool.num_free)

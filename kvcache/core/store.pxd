@@ -28,7 +28,7 @@ cdef class BlockStore:
     cdef readonly Spill spill          # where the blocks lie that are not in memory; None: all are
     cdef kvc_spill *spilled            # of it, or NULL
     cdef bint spills
-    cdef readonly PageSummaries summaries    # of the keys, for sparse attention; None until some are reserved
+    cdef PageSummaries page_summaries    # of the keys, for sparse attention; None until some are reserved
 
     # Of a layer that a call names, in range: where its blocks lie, and what is known of the keys of each head; NULL
     # without a calibration.
@@ -45,6 +45,7 @@ cdef class BlockStore:
     # Nothing is told of what was not there: whoever reads or writes what was to be cleared or copied is told.
     cdef void forget_faults_(self) noexcept nogil
     cdef int expect_room_(self) except -1    # or SpillError where nothing more can be written
+    cdef void trim_(self) noexcept nogil     # gives slots of the file back that are of nobody, once these are many
 
     # Arguments
     cdef unsigned char *layer_base(self, int64_t layer) except NULL      # or IndexError

@@ -124,6 +124,8 @@ class Trials:
             RuntimeError: the process cannot be started, or has died twice.
             InvalidOperationError: closed.
         """
+        if os.name == "nt":
+            raise RuntimeError("grammars: expected a system with forks and limits of processes, got Windows")
         line = json.dumps({"source": source, **self.limits._asdict()}).encode() + b"\n"
         with self._lock:
             self.count += 1

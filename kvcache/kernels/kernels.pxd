@@ -113,6 +113,7 @@ cdef extern from "kvc.h" nogil:
         int32_t whole               # 1: every query sees all tokens that are not hidden
         const int64_t *parents      # NULL, or a tree: of each query its parent, or -1
         const int64_t *depths       # and its number of ancestors
+        const int64_t *firsts       # NULL, or of each query the number of first tokens that it does not see, ascending
 
     ctypedef struct kvc_attend_args:    # softmax(q K^T * scale) V
         const kvc_layout *layout
@@ -338,6 +339,7 @@ cdef void spoil(kvc_spill *spill, const void *units) noexcept nogil
 cdef int blank(kvc_spill *spill, int32_t layer, int32_t block) noexcept nogil
 cdef void take_fault(kvc_spill *spill, void *fault) noexcept nogil
 cdef int spill_expect_room(kvc_spill *spill) noexcept nogil
+cdef void spill_trim(kvc_spill *spill, int64_t used) noexcept nogil
 cdef void spill_count(kvc_spill *spill, void *stats) noexcept nogil
 cdef const char *spill_check(kvc_spill *spill) noexcept nogil
 cdef int spill_state(kvc_spill *spill, int32_t layer, int32_t block) noexcept nogil

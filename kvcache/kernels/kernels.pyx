@@ -145,6 +145,7 @@ cdef extern from "kvc_spill.h" nogil:
     int kvc_blank(kvc_spill *spill, int32_t layer, int32_t block) noexcept
     kvc_fault kvc_take_fault(kvc_spill *spill) noexcept
     int kvc_spill_expect_room(kvc_spill *spill) noexcept
+    void kvc_spill_trim(kvc_spill *spill, int64_t used) noexcept
     kvc_spill_stats kvc_spill_count(kvc_spill *spill) noexcept
     const char *kvc_spill_check(kvc_spill *spill) noexcept
     int kvc_spill_state(kvc_spill *spill, int32_t layer, int32_t block) noexcept
@@ -269,6 +270,10 @@ cdef void take_fault(kvc_spill *spill, void *fault) noexcept nogil:
 
 cdef int spill_expect_room(kvc_spill *spill) noexcept nogil:
     return kvc_spill_expect_room(spill)
+
+
+cdef void spill_trim(kvc_spill *spill, int64_t used) noexcept nogil:
+    kvc_spill_trim(spill, used)
 
 
 cdef void spill_count(kvc_spill *spill, void *stats) noexcept nogil:

@@ -8,7 +8,6 @@ returned or raised, no thread writes to its buffers.
 from libc.errno cimport EINTR, errno
 from libc.stdint cimport int64_t, uint32_t
 from libc.stdlib cimport free, malloc
-from posix.types cimport off_t
 
 import numpy as np
 
@@ -21,11 +20,11 @@ __all__ = ["read_pages"]
 
 cnp.import_array()
 
-cdef extern from "<sys/uio.h>" nogil:
-    struct iovec:
+cdef extern from "kvc_system.h" nogil:
+    ctypedef struct kvc_part:
         void *iov_base
         size_t iov_len
-    Py_ssize_t preadv(int fd, const iovec *parts, int count, off_t offset)
+    int64_t kvc_read_parts_at(int fd, const kvc_part *parts, int count, int64_t offset)
 
 cdef enum:
     MOST_PARTS = 1000    # buffers of one system call; the limit of the system is 1024
@@ -33,8 +32,8 @@ cdef enum:
 
 
 cdef struct Page:
-    off_t offset
-    iovec *parts             # one of its buffers each
+    int64_t offset
+    kvc_part *parts          # one of its buffers each
     int64_t num_parts
     bint is_whole            # whether the file had all of it
 
@@ -76,15 +75,15 @@ def read_pages(int fd, const int64_t[::1] offsets, list pages, const uint32_t[::
             count += 1
     if n == 0:
         return good
-    cdef Page *table = <Page *>malloc(n * sizeof(Page) + count * sizeof(iovec))
+    cdef Page *table = <Page *>malloc(n * sizeof(Page) + count * sizeof(kvc_part))
     if table == NULL:
         raise MemoryError()
-    cdef iovec *part = <iovec *>(table + n)
+    cdef kvc_part *part = <kvc_part *>(table + n)
     try:
         for i in range(n):
             table[i] = Page(offsets[i], part, len(pages[i]), False)
             for buffer in pages[i]:
-                part[0] = iovec(cnp.PyArray_DATA(buffer), <size_t>buffer.nbytes)
+                part[0] = kvc_part(cnp.PyArray_DATA(buffer), <size_t>buffer.nbytes)
                 part += 1
         read_and_check(fd, table, n, pages, checksums, good)
     finally:
@@ -132,21 +131,21 @@ cdef void check(Step *step) noexcept:
         (<list>step.errors)[0] = error
 
 
-cdef bint fill(int fd, iovec *part, int64_t num_parts, off_t offset) noexcept nogil:
+cdef bint fill(int fd, kvc_part *part, int64_t num_parts, int64_t offset) noexcept nogil:
     """Read the parts from `offset` on, and change them; False if the file ends before, or cannot be read."""
-    cdef Py_ssize_t got
-    cdef iovec *end = part + num_parts
+    cdef int64_t got
+    cdef kvc_part *end = part + num_parts
     while part < end:
         got = 0
         if part.iov_len > 0:
-            got = preadv(fd, part, <int>min(end - part, MOST_PARTS), offset)
+            got = kvc_read_parts_at(fd, part, <int>min(end - part, MOST_PARTS), offset)
             if got <= 0:
                 if got < 0 and errno == EINTR:
                     continue
                 return False
         offset += got
-        while part < end and got >= <Py_ssize_t>part.iov_len:
-            got -= <Py_ssize_t>part.iov_len
+        while part < end and got >= <int64_t>part.iov_len:
+            got -= <int64_t>part.iov_len
             part += 1
         if part < end:
             part.iov_base = <char *>part.iov_base + got

@@ -45,6 +45,7 @@ from kvcache.saved.namespaces import decode_namespace, encode_namespace
 from kvcache.saved.pages import read_pages
 from kvcache.saved.segments import Segments
 from kvcache.support.descriptors import Replacement
+from kvcache.support.mapped import physical_memory
 from kvcache.support.regular_files import checksum, open_regular, read_at, write_at
 
 __all__ = ["ARENA", "HEADER", "KINDS", "MAGIC", "VERSION", "Arena", "Snapshot", "write_snapshot"]
@@ -218,7 +219,7 @@ class Snapshot:
             )
         if model_bytes > max(_MAX_MODEL_BYTES, len(model.encode())):
             raise SnapshotError(f"expected model {model!r}, got a name of {model_bytes} bytes")
-        most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _PART_OF_MEMORY
+        most = physical_memory()[0] // _PART_OF_MEMORY
         if sum(sizes) > max(most, _SMALL):
             raise SnapshotError(f"expected tables of at most {most} bytes on this machine, got {sum(sizes)}")
         if sum(sizes) > _SMALL:

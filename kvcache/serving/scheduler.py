@@ -258,23 +258,43 @@ class Scheduler:
             try:
                 self.pool.append(pieces)
                 break
-            except SpillError as error:  # none of them can grow
-                for work, _ in pieces:
-                    self.end(work, "error", error)
-                return []
-            except OutOfMemoryError as error:
+            except (OutOfMemoryError, SpillError) as error:
+                if isinstance(error, SpillError) and not error.is_full:  # it does not say whose
+                    for work, _ in pieces:
+                        self.end(work, "error", error)
+                    return []
                 if any(count > work.remaining for work, count in pieces):  # rather than for draft tokens
                     pieces = [(work, min(count, work.remaining)) for work, count in pieces]
                     continue
-                if self.pins.give_way():
-                    continue
                 last = self.running[-1]
-                if len(self.running) == 1:
+                if not self._give_room(error):
                     self.end(last, "error", error)
-                else:
-                    self.preempt(last)
-                pieces = [piece for piece in pieces if piece[0] is not last]
+                pieces = [piece for piece in pieces if piece[0].seq_id >= 0]
         return pieces
+
+    def _give_room(self, error: Exception) -> bool:
+        """Release a pin, or preempt the last work, where another one goes on with its memory; whether there was one.
+
+        After a full disk none begins before one ends: blocks are there, and their bytes have no room.
+        """
+        if self.pins.give_way():
+            return True
+        if len(self.running) == 1:
+            return False
+        self.preempt(self.running[-1])
+        if isinstance(error, SpillError):
+            self._blocked = self._first_waiting()
+        return True
+
+    def give_room(self, error: Exception, work: Work, count: int) -> Pieces | None:
+        """The piece of a work whose pass found neither memory nor the file with room, once others have given theirs.
+
+        None: this is another error, or there are no others.
+        """
+        if not isinstance(error, SpillError) or not error.is_full or not self._give_room(error):
+            return None
+        self.pool.clear()  # what was preempted is cached
+        return self.again(work, count)
 
     def _begin(self, now: float) -> None:
         """Begin works that wait, one after another, as long as there is room: what is cached of each is known then."""
@@ -377,8 +397,10 @@ class Scheduler:
     def again(self, work: Work, count: int) -> Pieces:
         """The piece of a work whose pass has failed beside others; from further before, where its state is lost.
 
-        None is left if there is no room for that: the work begins again later.
+        None is left if there is no room for that: the work begins again later, as one that was preempted.
         """
+        if work.seq_id < 0:  # it was preempted meanwhile
+            return []
         start = self.pool.nearest(work, work.computed)
         if start == work.computed:
             return [(work, count)]

@@ -228,7 +228,7 @@ class Steps:
             prefilled = sum(n for work, n in pieces if work.remaining > 1)
             read = sum(pairs(n, work.computed) for work, n in pieces if work.remaining > 1)
             for kind in sorted({(work.regime, work.head) for work, _ in pieces}):
-                self._pass([piece for piece in pieces if (piece[0].regime, piece[0].head) == kind])
+                self._pass([(work, n) for work, n in pieces if (work.regime, work.head) == kind and work.seq_id >= 0])
             if pieces:
                 self._steps += 1
                 self._prefilled += prefilled
@@ -273,7 +273,10 @@ class Steps:
         except BaseException as error:  # of the network, a policy or a format, or of memory
             failure = as_failure(error, "model.forward")
             if len(pieces) == 1:
-                self._scheduler.end(pieces[0][0], "error", failure)
+                if (again := self._scheduler.give_room(failure, *pieces[0])) is None:
+                    self._scheduler.end(pieces[0][0], "error", failure)
+                else:
+                    self._pass(again)
                 return
             logger.warning("a pass over %d requests failed; they run one by one: %s", len(pieces), short(failure))
             for work, n in pieces:

@@ -6,17 +6,19 @@
 
 If the process or the system crashes, `path` is the old file or the new one. An exception in the block (Ctrl-C at any
 moment too) leaves the old file and removes the temporary one. Only a crash leaves a temporary file, `.NAME.*.tmp`. A
-writer holds a lock (flock) on its temporary file, which ends with the process: the next writer of the same name removes
+writer holds a lock on its temporary file, which ends with the process: the next writer of the same name removes
 the temporary files whose lock is free.
 """
 
+cimport cython
 from posix.unistd cimport close
 
 import errno
-import fcntl
 import os
 import re
 import stat
+
+from kvcache.support import file_calls
 
 __all__ = ["File", "Replacement", "kind_of"]
 
@@ -34,26 +36,29 @@ def kind_of(int mode):
 cdef class File:
     """A descriptor, opened and owned in one call, and closed by `close`, at the latest when this is deallocated.
 
-    Args: as of `os.open`; a created file can be read and written only by its owner. `folder`: the open folder that the
-        path is relative to.
+    Args: as of `os.open`, with the flags of support/file_calls.pyx; a created file must be new, and can be read and
+        written only by its owner. `folder`: the open folder that the path is relative to.
 
     Raises:
         OSError: of the file system.
     """
 
     cdef readonly int fd    # -1 once it is closed
+    cdef readonly object path    # str, in that of its folder
 
     def __cinit__(self):
         self.fd = -1
 
     def __init__(self, path, int flags, File folder=None):
-        self.fd = os.open(path, flags | os.O_CLOEXEC, 0o600, dir_fd=None if folder is None else folder.fd)
+        self.path = os.fsdecode(path) if folder is None else os.path.join(folder.path, os.fsdecode(path))
+        self.fd = file_calls.open_file(path, flags, folder)
 
     def close(self):
         """Close it; no-op the second time."""
-        cdef int fd = self.fd
+        cdef int fd
+        with cython.critical_section(self):
+            fd, self.fd = self.fd, -1    # closed afterwards, even if the system reports an error
         if fd >= 0:
-            self.fd = -1    # closed afterwards, even if the system reports an error
             os.close(fd)
 
     def __enter__(self):
@@ -91,14 +96,14 @@ cdef class Replacement:
         while self.file is None:
             self.temporary = os.path.join(folder, f".{name}.{os.urandom(4).hex()}.tmp")
             try:
-                self.file = File(self.temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
+                self.file = File(self.temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | file_calls.NOFOLLOW)
             except FileExistsError:
                 continue
             except FileNotFoundError:
                 raise FileNotFoundError(f"path: expected a folder that exists, got {folder}") from None
             # Another writer's `sweep` may have locked and removed it between these two calls: then the next name.
             try:
-                if not (lock(self.file.fd) and is_named(self.temporary, self.file.fd)):
+                if not (file_calls.lock(self.file.fd) and is_named(self.temporary, self.file.fd)):
                     self.discard()
                     self.file = None
             except BaseException:
@@ -112,7 +117,7 @@ cdef class Replacement:
                 os.fsync(self.file.fd)
                 self.expect_regular()
                 # The lock is held until the temporary name is gone.
-                os.replace(self.temporary, self.path)
+                file_calls.replace(self.temporary, self.path)
         except BaseException:
             self.discard()
             raise
@@ -120,11 +125,7 @@ cdef class Replacement:
             self.discard()
             return
         self.file.close()
-        folder = File(os.path.dirname(self.path), os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder.fd)
-        finally:
-            folder.close()
+        file_calls.sync_folder(os.path.dirname(self.path))
 
     cdef int expect_regular(self) except -1:
         """FileExistsError if there is something at `path` that is not a regular file."""
@@ -148,19 +149,6 @@ cdef class Replacement:
         return 0
 
 
-cdef int lock(int fd) except -1:
-    """Lock a file without waiting: 1 on success, 0 if another process has it, 2 if the file system has no locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return 0
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-            raise
-        return 2
-    return 1
-
-
 cdef bint is_named(path, int fd) except -1:
     """Whether `path` still names the file that is open as `fd`."""
     try:
@@ -182,8 +170,8 @@ cdef int sweep(folder, name) except -1:
         try:
             if not stat.S_ISREG(os.lstat(path).st_mode):
                 continue
-            file = File(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-            if lock(file.fd) == 1 and is_named(path, file.fd):
+            file = File(path, os.O_RDWR | file_calls.READ | file_calls.NOFOLLOW)
+            if file_calls.lock(file.fd) == 1 and is_named(path, file.fd):
                 os.unlink(path)
             file.close()
         except OSError:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcache.support.arguments import as_bytes
+from kvcache.support.mapped import physical_memory
 
 __all__ = ["MachineMemory", "as_memory", "machine_memory", "size_text"]
 
@@ -29,8 +30,7 @@ def machine_memory(root: str = "/") -> MachineMemory:
     Args:
         root: where /proc and /sys are.
     """
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    available = total
+    total, available = physical_memory()
     with suppress(OSError, ValueError, IndexError):  # another system than Linux
         lines = Path(root, "proc/meminfo").read_text().splitlines()
         found = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvcache.errors import CheckpointError
 from kvcache.support.descriptors import File, kind_of
+from kvcache.support.file_calls import READ, read_some, write_some
 
 __all__ = ["checksum", "file_version", "open_regular", "read_at", "read_part", "write_at"]
 
@@ -24,7 +25,7 @@ def open_regular(path: str | os.PathLike[str], error: type[Exception]) -> tuple[
     """`(file, size)` of a regular file, opened to be read.
 
     Another kind of file is rejected before it is opened, since opening a device can act on it, and again afterwards by
-    its descriptor, since the name may have changed. Without O_NONBLOCK a FIFO would wait for a writer.
+    its descriptor, since the name may have changed.
 
     Args:
         error: raised, with the path and the kind of file, for what is not a regular file.
@@ -34,7 +35,7 @@ def open_regular(path: str | os.PathLike[str], error: type[Exception]) -> tuple[
     """
     mode = os.stat(path).st_mode
     if stat.S_ISREG(mode):
-        file = File(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        file = File(path, READ)
         status = os.fstat(file.fd)
         if stat.S_ISREG(status.st_mode):
             return file, status.st_size
@@ -71,7 +72,7 @@ def write_at(fd: int, buffers: Iterable[Any], offset: int) -> int:
     """Write buffers, one after the other, from `offset` on; returns the offset after them."""
     views = _views(buffers)
     while views:
-        count = os.pwritev(fd, _some(views), offset)
+        count = write_some(fd, _some(views), offset)
         offset += count
         views = _after(views, count)
     return offset
@@ -81,7 +82,7 @@ def read_at(fd: int, buffers: Iterable[Any], offset: int) -> bool:
     """Fill writable buffers, one after the other, from `offset` on; False if the file ends before."""
     views = _views(buffers)
     while views:
-        count = os.preadv(fd, _some(views), offset)
+        count = read_some(fd, _some(views), offset)
         if count == 0:
             return False
         offset += count

@@ -8,14 +8,13 @@ import secrets
 from contextlib import suppress
 
 from kvcache.support.descriptors import File
+from kvcache.support.file_calls import DIRECT, DIRECTORY, NOFOLLOW, UNNAMED, remove
 from kvcache.support.private_folders import expect_private
+from kvcache.support.regular_files import read_at, write_at
 
 __all__ = ["open_spill_file"]
 
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY
-_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-_UNNAMED = getattr(os, "O_TMPFILE", 0)
-_DIRECT = getattr(os, "O_DIRECT", 0)  # requests bypass the page cache, whose memory no limit counts
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | NOFOLLOW
 
 
 def open_spill_file(folder: str) -> File:
@@ -30,30 +29,33 @@ def open_spill_file(folder: str) -> File:
         OSError: of the file system.
     """
     os.makedirs(folder, mode=0o700, exist_ok=True)
-    with File(folder, _FOLDER) as root:
-        expect_private(os.fstat(root.fd), folder, "a directory of this user that no other can write to")
-        if _DIRECT:
+    with File(folder, os.O_RDONLY | DIRECTORY) as root:
+        if os.name != "nt":  # there nobody else can open the file
+            expect_private(os.fstat(root.fd), folder, "a directory of this user that no other can write to")
+        if DIRECT:
             with suppress(OSError):  # file systems that lack it say so here, or at the first request
-                file = _nameless(root, _DIRECT)
+                file = _nameless(root, DIRECT)
                 if _takes_requests(file):
                     return file
         return _nameless(root, 0)
 
 
 def _nameless(root: File, more: int) -> File:
-    if _UNNAMED:
-        with suppress(OSError):
-            return File(".", os.O_RDWR | _UNNAMED | more, root)
     name = f".spill-{os.getpid()}-{secrets.token_hex(8)}.tmp"
+    if os.name == "nt":
+        return File(name, _NEW | UNNAMED | more, root)
+    if UNNAMED:
+        with suppress(OSError):
+            return File(".", os.O_RDWR | UNNAMED | more, root)
     file = File(name, _NEW | more, root)
-    os.unlink(name, dir_fd=root.fd)
+    remove(name, root)
     return file
 
 
 def _takes_requests(file: File) -> bool:
     """Whether a page can be written and read: what is opened as direct may still refuse it."""
     with mmap.mmap(-1, mmap.PAGESIZE) as page:
-        os.pwritev(file.fd, [page], 0)
-        whole = os.preadv(file.fd, [page], 0) == mmap.PAGESIZE
+        write_at(file.fd, [page], 0)
+        whole = read_at(file.fd, [page], 0)
     os.ftruncate(file.fd, 0)
     return whole

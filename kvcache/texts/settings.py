@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Collection
@@ -125,6 +126,11 @@ class CacheSettings(CacheArguments):
         found = {*(self.features if features is None else features), *(() if adapter is None else ("adapter",))}
         if isinstance(prefix, SeenParts):
             expect("prefix: of parts of cached texts", prefix, found)
+            if "window" in found and min(prefix.reaches().values(), default=0) < 0:
+                raise ValueError(
+                    f"prefix: expected parts that are seen from behind the ends of their texts with layers that have "
+                    f"a window, which keep the newest tokens, got {prefix!r}"
+                )
             expect_turning(self.model, "sink_rows", "prefix", "texts that see parts of cached texts")
             return prefix
         as_instance(prefix, CompressedPrefix, "prefix").expect(self.model)
@@ -209,9 +215,8 @@ class CacheSettings(CacheArguments):
         """As many blocks, at most `count`, as the disk and the memory beside blocks allow."""
         assert self.spill is not None
         os.makedirs(self.spill, mode=0o700, exist_ok=True)
-        disk = os.statvfs(self.spill)
         slot = self.spilled_bytes + _PAGE * len(self.whole)  # of the file, in whole pages of each layer
-        room = disk.f_bavail * disk.f_frsize // slot
+        room = shutil.disk_usage(self.spill).free // slot
         if not room:
             raise OSError(errno.ENOSPC, f"spill: expected room for a block of {slot} bytes, got none", self.spill)
         always = self.bytes_beside_spill(0)

@@ -17,6 +17,19 @@ from time import monotonic, sleep
 from kvcache.support.arguments import as_bytes
 from kvcache.support.copies import refuse_copies
 from kvcache.support.descriptors import File, kind_of
+from kvcache.support.file_calls import (
+    DIRECTORY,
+    NOFOLLOW,
+    PLACE_TAKEN,
+    READ,
+    make_folder,
+    names_in,
+    remove,
+    rename,
+    set_mode,
+    status_in,
+    touch,
+)
 from kvcache.support.private_folders import expect_private, is_own
 from kvcache.support.regular_files import read_at, write_at
 from kvcache.tiers.keys import KEY_BYTES, as_secret
@@ -30,9 +43,8 @@ logger = logging.getLogger("kvcache")
 _SECRET, _SECRET_BYTES = "secret", 32  # the file of a secret of the directory's own
 _WRITING, _POLL = 1.0, 0.01  # seconds that another process has to complete that file; how often it is looked at
 _SHARE = 16  # what processes may write before they count the files again: a 16th of the limit each
-_ROOT = os.O_RDONLY | os.O_DIRECTORY
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+_ROOT = os.O_RDONLY | DIRECTORY
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW
 _OTHER = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.ENXIO}  # nothing, or another kind
 _OWN = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES - 2}}}|\.[0-9]+-[0-9]+-[0-9a-f]{{8}}\.tmp")  # values, unfinished ones
 
@@ -47,7 +59,8 @@ class DirectoryTier:
 
     Whoever can write to the directory can delete values. Without `secret` it must belong to this user, or to root, and
     nobody else may write to it. With `secret` it may belong to another user, and a group may share it: a directory of
-    mode 2770 gives the group every file. One that everybody can write to is refused.
+    mode 2770 gives the group every file. One that everybody can write to is refused. On Windows, where modes do not
+    tell who may write, `secret` must be given, and files have the access list of the directory.
 
     Args:
         path: made if it is missing, readable by its owner alone.
@@ -147,14 +160,14 @@ class DirectoryTier:
         try:
             with File(temporary, _NEW, folder) as file:
                 if mode & 0o060:
-                    os.fchmod(file.fd, mode)
+                    set_mode(file, mode)
                 size = write_at(file.fd, [value], 0)
             before = _status(folder, name)
-            os.rename(temporary, name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+            rename(temporary, name, folder)
         except BaseException as error:
             with suppress(OSError):
-                os.unlink(temporary, dir_fd=folder.fd)
-            if isinstance(error, IsADirectoryError):
+                remove(temporary, folder)
+            if isinstance(error, PLACE_TAKEN):
                 return
             raise
         with self._lock:
@@ -180,7 +193,7 @@ class DirectoryTier:
             with suppress(PermissionError), _folder(root, name) as folder:
                 if folder is not None:
                     with suppress(FileNotFoundError):
-                        os.unlink(file, dir_fd=folder.fd)
+                        remove(file, folder)
                 self._bytes -= length
 
     __reduce_ex__ = refuse_copies("make another one over the same path")
@@ -215,14 +228,14 @@ def _opened(name: str, flags: int, folder: File) -> File | None:
 @contextmanager
 def _folder(root: File | None, name: str, make: bool = False) -> Iterator[File | None]:
     """A folder of the directory; None if there is none, or something else in its place."""
-    flags = _ROOT | os.O_NOFOLLOW
+    flags = _ROOT | NOFOLLOW
     folder = None if root is None else _opened(name, flags, root)
     if make and folder is None and root is not None:
         with suppress(FileExistsError):
-            os.mkdir(name, 0o700, dir_fd=root.fd)
+            make_folder(name, root)
         folder = _opened(name, flags, root)
         if folder is not None and (mode := _mode(root)) & 0o070:
-            os.fchmod(folder.fd, mode)
+            set_mode(folder, mode)
     if folder is None:
         yield None
         return
@@ -233,7 +246,7 @@ def _folder(root: File | None, name: str, make: bool = False) -> Iterator[File |
 def _status(folder: File, name: str) -> os.stat_result | None:
     """The status of a regular file; None if there is none."""
     try:
-        status = os.stat(name, dir_fd=folder.fd, follow_symlinks=False)
+        status = status_in(name, folder)
     except FileNotFoundError:
         return None
     return status if stat.S_ISREG(status.st_mode) else None
@@ -253,7 +266,7 @@ def _value(root: File | None, key: bytes, most: int) -> Buffer | None:
 
 def _read(folder: File, name: str, most: int, space: Callable[[int], Buffer] = SPACE) -> Buffer | None:
     """The bytes of a regular file; None if there is none, or if it has more than `most`."""
-    file = None if _status(folder, name) is None else _opened(name, _READ, folder)
+    file = None if _status(folder, name) is None else _opened(name, READ | NOFOLLOW, folder)
     if file is None:
         return None
     with file:
@@ -263,7 +276,7 @@ def _read(folder: File, name: str, most: int, space: Callable[[int], Buffer] = S
         value = space(status.st_size)
         whole = read_at(file.fd, [value], 0)
         with suppress(OSError):  # another user may own it
-            os.utime(file.fd)
+            touch(file)
     return value if whole else None
 
 
@@ -272,9 +285,7 @@ def _files(root: File) -> Iterator[tuple[int, int, str, str]]:
     for name in map(_folder_of, map(bytes, zip(range(256), strict=True))):
         with suppress(PermissionError), _folder(root, name) as folder:
             if folder is not None:
-                with os.scandir(folder.fd) as entries:
-                    files = [entry.name for entry in entries if _OWN.fullmatch(entry.name)]
-                for file in files:
+                for file in filter(_OWN.fullmatch, names_in(folder)):
                     if (status := _status(folder, file)) is not None:
                         yield status.st_mtime_ns, status.st_size, name, file
 
@@ -302,7 +313,7 @@ def _own_secret(root: File, path: str) -> bytes:
         )
         temporary = f".{_SECRET}-{secrets.token_hex(4)}.tmp"
         _write_secret(root, temporary, drawn)
-        os.rename(temporary, _SECRET, src_dir_fd=root.fd, dst_dir_fd=root.fd)
+        rename(temporary, _SECRET, root)
     return found
 
 
@@ -313,7 +324,7 @@ def _secret(root: File, path: str) -> bytes | None:
         PermissionError: it is no regular file, another user may write to it, or this one may not read it.
     """
     try:
-        status = os.stat(_SECRET, dir_fd=root.fd, follow_symlinks=False)
+        status = status_in(_SECRET, root)
     except FileNotFoundError:
         return None
     if stat.S_ISREG(status.st_mode) and is_own(status) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -331,5 +342,5 @@ def _write_secret(root: File, name: str, secret: bytes) -> None:
             write_at(file.fd, [secret], 0)
             os.fsync(file.fd)  # every value depends on it
         except BaseException:
-            os.unlink(name, dir_fd=root.fd)
+            remove(name, root)
             raise

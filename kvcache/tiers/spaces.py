@@ -50,4 +50,5 @@ class Space:
 
 
 SPACE = Space()  # of the process
-os.register_at_fork(after_in_child=SPACE.clear)
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    os.register_at_fork(after_in_child=SPACE.clear)

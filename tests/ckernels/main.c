@@ -15,6 +15,10 @@
 #include <time.h>
 #include <unistd.h>
 
+#if !defined(O_BINARY)
+#define O_BINARY 0 /* Windows changes the ends of lines without it */
+#endif
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 void print_comparisons(void); /* runs.h */
 
@@ -29,7 +33,7 @@ static input current; /* for the handler */
 static char crash_name[64];
 
 static void on_crash(int number) {
-    const int file = open(crash_name, O_WRONLY | O_CREAT | O_TRUNC, 0644);
+    const int file = open(crash_name, O_WRONLY | O_CREAT | O_TRUNC | O_BINARY, 0644);
     if (write(file, current.data, current.size) == (ssize_t)current.size &&
         write(2, "the input is in ", 16) == 16 && write(2, crash_name, strlen(crash_name)) > 0 &&
         write(2, "\n", 1) == 1) {}
@@ -102,7 +106,10 @@ int main(int argc, char **argv) {
     }
     signal(SIGABRT, on_crash);
 #if !defined(__SANITIZE_ADDRESS__) /* ASan has its own handlers and raises SIGABRT */
-    signal(SIGSEGV, on_crash), signal(SIGBUS, on_crash), signal(SIGFPE, on_crash), signal(SIGILL, on_crash);
+    signal(SIGSEGV, on_crash), signal(SIGFPE, on_crash), signal(SIGILL, on_crash);
+#if defined(SIGBUS)
+    signal(SIGBUS, on_crash);
+#endif
 #endif
     printf("levels:");
     for (int i = 0; i < kvc_num_levels(); i++) printf(" %s", kvc_level(i)->name);

@@ -2,7 +2,8 @@
  *
  * Threads hold random units of an arena of which a fifth may be in memory. All bytes of a unit are its number of changes. Requests
  * fail at random, in some rounds: what cannot be read is told, what is told to be there has its bytes, and what was changed
- * without being there is not there until it is replaced. It includes the source, to make requests fail.
+ * without being there is not there until it is replaced. It includes the source, to make requests fail. Then a disk that has room
+ * for half of the units: slots of blocks that nobody has go back to it.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -13,6 +14,20 @@
 static atomic_uint asked;
 static atomic_int one_of; /* requests fails; 0: none does */
 
+enum { PAGE = 4096, MOST_PAGES = 4096 };
+static unsigned char on_disk[MOST_PAGES]; /* pages of the file that have room */
+static int pages_used, most_pages = MOST_PAGES;
+
+static void take_pages(off_t offset, size_t n, int is_used) {
+    for (off_t p = offset / PAGE; p < (offset + (off_t)n) / PAGE; p++) pages_used += is_used - on_disk[p], on_disk[p] = (unsigned char)is_used;
+}
+
+static int some_fallocate(int fd, int mode, off_t offset, off_t n) {
+    (void)fd, (void)mode;
+    take_pages(offset, (size_t)n, 0); /* with the lock of the spill */
+    return 0;
+}
+
 static int fails(void) { return one_of && (atomic_fetch_add(&asked, 1) * 2654435761u >> 16) % (unsigned)one_of == 0; }
 static ssize_t some_pread(int fd, void *buffer, size_t n, off_t offset) {
     if (fails()) return errno = EIO, -1;
@@ -20,13 +35,19 @@ static ssize_t some_pread(int fd, void *buffer, size_t n, off_t offset) {
 }
 static ssize_t some_pwrite(int fd, const void *buffer, size_t n, off_t offset) {
     if (fails()) return errno = ENOSPC, -1;
+    if (most_pages < MOST_PAGES) { /* one thread writes */
+        if (pages_used + (int)(n / PAGE) > most_pages) return errno = ENOSPC, -1;
+        take_pages(offset, n, 1);
+    }
     return pwrite(fd, buffer, n, offset);
 }
 #define pread some_pread
 #define pwrite some_pwrite
+#define fallocate some_fallocate
 #include "kvc_spill.c"
 #undef pread
 #undef pwrite
+#undef fallocate
 
 enum { LAYERS = 3, BLOCKS = 120, MOST_HELD = 16, CALLERS = 4, TURNS = 2500 };
 
@@ -132,11 +153,78 @@ static void run_round(int failing, int threads) {
     fclose(file);
 }
 
+/* Fills the units of some blocks with a byte, one after another. */
+static void fill(int first, int count, int byte) {
+    for (int layer = 0; layer < LAYERS; layer++)
+        for (int block = first; block < first + count; block++) {
+            kvc_run run = {block, 0, 16};
+            const kvc_units units = {.runs = &run, .count = 1, .divisor = 1, .layer = layer};
+            CHECK(!kvc_hold(spill, &units, KVC_TO_REPLACE), "a unit that is replaced is missing");
+            memset(place_of(layer, block), byte, sizes[layer]);
+            kvc_release(spill, &units, KVC_TO_REPLACE);
+        }
+}
+
+static void expect(int first, int count, int byte) {
+    for (int layer = 0; layer < LAYERS; layer++)
+        for (int block = first; block < first + count; block++) {
+            kvc_run run = {block, 0, 16};
+            const kvc_units units = {.runs = &run, .count = 1, .divisor = 1, .layer = layer};
+            CHECK(!kvc_hold(spill, &units, KVC_TO_READ), "block %d is missing", block);
+            for (size_t b = 0; b < sizes[layer]; b++) CHECK(place_of(layer, block)[b] == byte, "block %d has other bytes", block);
+            kvc_release(spill, &units, KVC_TO_READ);
+        }
+}
+
+/* Texts of a third of the blocks come and go, in turn over all blocks, on a disk with room for half of them. */
+static void run_small_disk(void) {
+    size_t total = 0;
+    int32_t references[BLOCKS] = {0};
+    const int text = BLOCKS / 3;
+    for (int layer = 0; layer < LAYERS; layer++) total += sizes[layer] * BLOCKS;
+    FILE *file = tmpfile();
+    arena = mmap(NULL, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(file && arena != MAP_FAILED, "no file or memory");
+    memset(on_disk, 0, sizeof on_disk), pages_used = 0, most_pages = BLOCKS / 2 * 5; /* of a block: one, one and three */
+    spill = kvc_spill_open(fileno(file), arena, LAYERS, sizes, BLOCKS, 16, total / 10, PAGE, 0);
+    CHECK(spill, "no memory");
+    kvc_spill_refer(spill, references);
+    for (int turn = 0; turn < 12; turn++) {
+        const int first = turn % 3 * text;
+        for (int block = 0; block < text; block++) references[first + block] = 1;
+        fill(first, text, turn + 1);
+        expect(first, text, turn + 1);
+        CHECK(!kvc_spill_expect_room(spill), "the file takes nothing more");
+        for (int block = 0; block < text; block++) references[first + block] = 0;
+        const char *wrong = kvc_spill_check(spill);
+        CHECK(!wrong, "%s", wrong);
+        CHECK(pages_used <= most_pages && spill->num_in_file * 5 >= pages_used, "%d pages of %d", pages_used, most_pages);
+    }
+    CHECK(!kvc_spill_count(spill).faults, "a fault");
+    for (int block = 0; block < 2 * text; block++) references[block] = 1; /* they do not fit */
+    fill(0, 2 * text, 77);
+    CHECK(kvc_spill_expect_room(spill) == ENOSPC, "the file takes more than the disk has");
+    for (int block = text; block < 2 * text; block++) references[block] = 0;
+    CHECK(!kvc_spill_expect_room(spill), "the file takes nothing more");
+    expect(0, text, 77);
+    for (int block = 0; block < text; block++) references[block] = 0;
+    kvc_spill_trim(spill, 0);
+    CHECK(spill->num_in_file && pages_used, "it trims what is little");
+    punch_spare(spill);
+    CHECK(!spill->num_in_file && !pages_used, "%d pages are of nobody", pages_used);
+    printf("spill: a disk of %d pages, a file of %d: %ld written\n", most_pages, BLOCKS * 5, (long)kvc_spill_count(spill).written_units);
+    kvc_spill_close(spill);
+    munmap(arena, total);
+    fclose(file);
+    most_pages = MOST_PAGES;
+}
+
 int main(void) {
     for (int i = 0; i < LAYERS * BLOCKS; i++) pthread_rwlock_init(&users[i], NULL);
     for (int failing = 0; failing <= 40; failing += 40) {
         run_round(failing, 8);
         run_round(failing, 0); /* the callers serve themselves */
     }
+    run_small_disk();
     return 0;
 }

@@ -1,16 +1,15 @@
 """Atomic replacement of files: the writer is killed, or the file system fails, at every step."""
 
 import errno
-import fcntl
 import os
 import random
-import resource
 import signal
 import socket
 import time
 
 import pytest
 from contents import state
+from posix_modules import fcntl, needs_posix, resource
 
 from kvcache import PrefixCacheConfig, PrefixKvCache
 from kvcache.support.descriptors import Replacement
@@ -80,6 +79,7 @@ def in_child(run):
     return os.WTERMSIG(os.waitpid(child, 0)[1])
 
 
+@needs_posix
 @forks
 @pytest.mark.parametrize("when", ["before", "half", "after"])
 def test_a_writer_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path, monkeypatch, when):
@@ -122,6 +122,7 @@ def temporaries(folder):
     return [name for name in os.listdir(folder) if name.endswith(".tmp")]
 
 
+@needs_posix
 @pytest.mark.exhaustive
 @forks
 def test_writers_that_are_killed_at_any_time(tmp_path, long):
@@ -152,6 +153,7 @@ def test_writers_that_are_killed_at_any_time(tmp_path, long):
     assert os.listdir(tmp_path) == ["cache"]
 
 
+@needs_posix
 @forks
 def test_writers_of_one_name_do_not_disturb_each_other(tmp_path, long):
     """A file that is being written is never removed, also if other writers of the same name are killed."""
@@ -175,6 +177,7 @@ def test_writers_of_one_name_do_not_disturb_each_other(tmp_path, long):
         assert os.listdir(tmp_path) == ["cache"]
 
 
+@needs_posix
 def test_only_temporaries_of_dead_writers_of_this_name_are_removed(tmp_path):
     path, cache = tmp_path / "cache", cache_of(1)
     others = [".cache.0123456.tmp", ".cache.0123456g.tmp", ".cache2.01234567.tmp", "cache.01234567.tmp", ".cache.tmp"]
@@ -194,6 +197,7 @@ def test_only_temporaries_of_dead_writers_of_this_name_are_removed(tmp_path):
     assert set(os.listdir(tmp_path)) == {*kept, "cache"}
 
 
+@needs_posix
 def test_removal_between_the_creation_of_a_file_and_its_lock(tmp_path, monkeypatch):
     """If the name was removed, or its lock is taken, the writer chooses another name."""
     path, cache, flock, taken = tmp_path / "cache", cache_of(1), fcntl.flock, []
@@ -250,6 +254,7 @@ SPECIAL = {
 }
 
 
+@needs_posix
 @pytest.mark.parametrize("kind", SPECIAL)
 @pytest.mark.parametrize("linked", [False, True])
 def test_only_regular_files_are_replaced(tmp_path, kind, linked):
@@ -266,6 +271,7 @@ def test_only_regular_files_are_replaced(tmp_path, kind, linked):
     assert os.listdir(path.parent) == ["cache"]
 
 
+@needs_posix
 def test_a_directory_that_appears_during_the_write_is_not_replaced(tmp_path):
     path = tmp_path / "cache"
     with pytest.raises(FileExistsError, match="got a FIFO"), Replacement(path):
@@ -301,6 +307,7 @@ def test_a_step_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkey
         new.check()
 
 
+@needs_posix
 def test_a_full_disk(tmp_path):
     """The system refuses to write beyond a limit."""
     path, old, new = tmp_path / "cache", cache_of(1), cache_of(2)
@@ -322,6 +329,7 @@ def test_a_full_disk(tmp_path):
         signal.signal(signal.SIGXFSZ, ignored)
 
 
+@needs_posix
 def test_a_link_stays_a_link(tmp_path):
     (tmp_path / "folder").mkdir()
     target, link = tmp_path / "folder" / "cache", tmp_path / "link"

@@ -1,8 +1,12 @@
 """The command line: the demo runs and both passes agree; usage, help and version."""
 
+import importlib
 import os
+import shutil
 import subprocess
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 import pytest
 
@@ -82,6 +86,30 @@ def test_rows_add_up():
     table = rows(Pass((request(),) * 2, 2000, 0.0), Pass((request(0.25),) * 2, 1000, 0.4))
     assert table[1][1:] == ("500.0 ms", "250.0 ms", "2.0x")
     assert callable(run)
+
+
+def test_the_model_may_come_in_a_package_of_its_own(tmp_path, monkeypatch, capsys):
+    """As from the wheels of an index; without it the commands that need it say what to install."""
+    (tmp_path / "demo").mkdir()
+    place = shutil.copy(Path(kvcache.__file__).parent / "demo" / "__init__.py", tmp_path / "demo")
+    spec = spec_from_file_location("kvcache.demo", place)
+    demo = module_from_spec(spec)
+    spec.loader.exec_module(demo)
+    monkeypatch.setitem(sys.modules, "kvcache.demo", demo)
+    monkeypatch.syspath_prepend(tmp_path)
+    for command in (["chat"], ["serve", "--port", "0"], ["verify"]):
+        assert main(command) == 2
+        assert capsys.readouterr().err == "kvcache: the demo needs its model: pip install 'kvcache-cpu[demo]'\n"
+    assert main(["verify", "--server", "http://127.0.0.1:1/v1"]) == 2
+    assert "demo" not in capsys.readouterr().err
+    (tmp_path / "kvcache_demo").mkdir()
+    (tmp_path / "kvcache_demo" / "model.safetensors").touch()
+    importlib.invalidate_caches()
+    assert tmp_path / "kvcache_demo" == demo.DIRECTORY
+    (tmp_path / "demo" / "model.safetensors").touch()  # in a clone
+    assert tmp_path / "kvcache_demo" == demo.DIRECTORY
+    del demo.DIRECTORY
+    assert tmp_path / "demo" == demo.DIRECTORY
 
 
 def test_the_version(capsys):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
 
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from posix_modules import needs_posix, resource
 from tensor_files import NAMES, entry, pack, pack_arrays
 
 from kvcache.errors import CheckpointError, KvCacheError
@@ -189,6 +189,7 @@ def test_error_is_a_value_error_of_the_family():
     assert issubclass(CheckpointError, KvCacheError)
 
 
+@needs_posix
 @pytest.mark.exhaustive
 @settings(max_examples=400, deadline=None)
 @given(data=st.data())

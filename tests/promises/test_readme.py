@@ -40,6 +40,16 @@ def test_the_map_of_the_helpers_is_complete():
     assert named == {str(path.relative_to(support)) for kind in ("py", "c") for path in support.rglob(f"*.{kind}")}
 
 
+def test_the_index_of_the_guides_has_all_of_them_in_one_order():
+    index = DOCUMENTS["kvcache/guides/index.md"]
+    listed = index.partition("{toctree}")[2].split("```")[0].split()[3:]
+    assert listed.pop() == "reference/index"
+    assert re.findall(r"(?m)^\| .*\]\((\w+)\.md\) \|$", index) == listed
+    guides = {path.stem for path in (PROJECT / "kvcache" / "guides").glob("*.md")} - {"index"}
+    assert {*listed} == guides
+    assert len(listed) == len(guides)
+
+
 def test_the_page_of_combinations_is_the_table_that_the_code_asks():
     rows = []
     for each in EXCLUSIONS.values():

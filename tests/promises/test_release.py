@@ -19,6 +19,7 @@ MACHINES = {  # of the workflow, by the platforms whose wheels run there
     "musllinux_1_2_x86_64": ("test-musl", "ubuntu-24.04"),
     "musllinux_1_2_aarch64": ("test-musl", "ubuntu-24.04-arm"),
     "macosx_11_0_arm64": ("test", "macos-15"),
+    "win_amd64": ("test-windows", "windows-2025"),
 }
 
 
@@ -40,7 +41,7 @@ def test_a_push_runs_the_commands_of_the_readme():
     steps = found["jobs"]["test"]["steps"]
     assert all(step["run"] in readme for step in steps if "run" in step)
     assert {"push", "pull_request", "schedule"} <= set(found[True])
-    tested = {machine for _, machine in MACHINES.values()}
+    tested = {machine for job, machine in MACHINES.values() if job != "test-windows"}  # nothing is compiled there
     assert set(found["jobs"]["test"]["strategy"]["matrix"]["machine"]) == tested
     assert [step["run"] for step in found["jobs"]["gates"]["steps"] if "run" in step][-1] == ".ci/run"
 
@@ -96,19 +97,22 @@ def test_every_platform_and_version_is_tested(jobs, wheels):
     setup = next(step for step in jobs["build"]["steps"] if "setup-python" in step.get("uses", ""))
     project = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
     assert (*setup["with"]["python-version"].split(),) == wheels.VERSIONS
-    assert (*re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project),) == wheels.VERSIONS
-    for job in ("test", "test-musl"):
-        assert (*jobs[job]["strategy"]["matrix"]["python"],) == wheels.VERSIONS
+    named = [version for version in wheels.VERSIONS if not version.endswith("t")]  # t: without the GIL
+    assert re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project) == named
+    assert '"Programming Language :: Python :: Free Threading :: ' in project
+    for job, versions in (("test", [*wheels.VERSIONS]), ("test-musl", named), ("test-windows", named)):  # of 3.14t there is no image of Alpine
+        assert jobs[job]["strategy"]["matrix"]["python"] == versions
 
 
 def test_a_build_is_told_where_it_will_run(wheels, tmp_path, monkeypatch):
     monkeypatch.setattr(wheels, "WORK", tmp_path)
     monkeypatch.setattr(wheels, "run", lambda *command, **options: "/zig")
     monkeypatch.setattr(wheels, "numpy_headers", lambda *platform: tmp_path)
+    monkeypatch.setattr(wheels, "windows_headers", lambda *python: "/python.lib")
     for platform in wheels.PLATFORMS:
         found = wheels.build_settings("python", "3.12", platform)
         machine = found["_PYTHON_HOST_PLATFORM"].split("-")[-1]  # as setup.py reads it
-        assert machine in ("x86_64", "aarch64", "arm64")
+        assert machine in ("x86_64", "aarch64", "arm64", "amd64")
         assert platform.tag.endswith(machine)
         names = {}
         exec((tmp_path / "settings" / f"{platform.tag}-3.12" / "_sysconfigdata_target.py").read_text(), names)
@@ -117,12 +121,30 @@ def test_a_build_is_told_where_it_will_run(wheels, tmp_path, monkeypatch):
 
 
 def test_no_page_says_that_an_index_has_it():
-    """Until one has: the pages name a clone, or a folder with a wheel."""
+    """Until one has: the pages name a clone, or a folder with a wheel, or say what is missing."""
     pages = [PROJECT / "README.md", *(PROJECT / "kvcache" / "guides").glob("*.md"), *(PROJECT / "deploy").iterdir()]
     for page in pages:
         for line in page.read_text(encoding="utf-8").splitlines():
             if "pip install" in line and "kvcache-cpu" in line:
-                assert "--find-links" in line, (page, line)
+                assert "--find-links" in line or "no index has it yet" in line, (page, line)
+
+
+def test_the_first_line_of_code_is_the_one_of_the_index():
+    readme = (PROJECT / "README.md").read_text(encoding="utf-8")
+    first = re.search(r"```sh\n(.*)", readme)[1]
+    assert first.startswith("pip install 'kvcache-cpu[demo]' && kvcache ")
+
+
+def test_the_conda_recipe_asks_for_what_the_wheel_asks_for():
+    """`.ci/recipe`, where its package is installed, renders it too."""
+    recipe = yaml.safe_load((PROJECT / ".conda" / "recipe.yaml").read_text(encoding="utf-8"))
+    project = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
+    assert recipe["context"]["version"] == re.search(r'^version = "(.+)"$', project, re.MULTILINE)[1]
+    assert recipe["build"]["skip"] == "win"
+    asked = {word.replace(" ", "") for part in ("host", "run") for word in recipe["requirements"][part]}
+    for key in ("requires", "dependencies", "text"):
+        for word in re.findall(r'"(.+?)"', re.search(rf"^{key} = \[(.*?)\]", project, re.MULTILINE)[1]):
+            assert word.lower() in asked, word
 
 
 def test_extras_that_are_named_are_there():
@@ -136,4 +158,4 @@ def test_extras_that_are_named_are_there():
         for names in re.findall(r"'(?:\.|kvcache-cpu)\[([\w,]+)\]'", "\n".join(commands)):
             named |= set(names.split(","))
     assert named <= set(re.findall(r"^(\w+) = \[", table, re.MULTILINE))
-    assert named >= {"text", "serve", "redis", "encryption", "grammar", "cluster", "otel", "hf"}
+    assert named >= {"demo", "text", "serve", "redis", "encryption", "grammar", "cluster", "otel", "hf"}

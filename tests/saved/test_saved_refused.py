@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from contents import LAYERS
 from oracles.snapshot import parse
+from posix_modules import needs_posix
 from saved_caches import DIM, HEADS, SIZE, assert_same, blocks, entries, get, prompts, put, refuse, set_bits
 
 from kvcache import InvalidOperationError, PrefixCache, SnapshotError
@@ -104,6 +105,7 @@ def test_other_dimensions_are_refused(saved_blocks):
         assert len(cache) == 0
 
 
+@needs_posix
 def test_files_that_are_no_saved_caches(tmp_path):
     cache, path = entries(), tmp_path / "file"
     for content, message in (

@@ -120,6 +120,56 @@ def test_a_text_whose_blocks_are_damaged_ends_alone(rng, network, tmp_path):
     same(again.completions()[0], alone(own[1], params))
 
 
+def test_a_full_disk_preempts_texts_and_ends_none_that_memory_has_room_for(rng, network, tmp_path):
+    """Texts run one after another, as in a pool of as many blocks; one that is alone and has no room gets the error."""
+    options = {"dtype": "f16", "residual_length": 0, "sparse_tokens": 16, "draft": None}
+    own = [rng.integers(0, network.config.vocab_size, 200).astype(np.uint32) for _ in range(4)]
+    params = SamplingParams(temperature=0.0, max_tokens=40, logprobs=1)
+    alone = Alone(network, **{name: value for name, value in options.items() if name != "draft"})
+    engine = spilling(tmp_path, network, share=0.6, num_blocks=60, clock=Clock(), **options)
+    spill = engine._pool.counted.caches[0].blocks.store.spill
+    good, full = os.dup(spill.fd), os.open("/dev/full", os.O_RDWR)
+    os.dup2(full, spill.fd)
+    requests = [engine.submit(prompt, params) for prompt in own]
+    run(engine)
+    for request, prompt in zip(requests, own, strict=True):
+        same(request.completions()[0], alone(prompt, params))
+    assert engine.stats().preemptions > 0
+    settled(engine)
+    long = rng.integers(0, network.config.vocab_size, 460).astype(np.uint32)
+    requests = [engine.submit(prompt, params) for prompt in (long, *own[:2])]
+    run(engine)
+    with pytest.raises(SpillError, match="No space left on device") as caught:
+        requests[0].result()
+    assert caught.value.is_full
+    for request, prompt in zip(requests[1:], own, strict=False):
+        same(request.completions()[0], alone(prompt, params))
+    os.dup2(good, spill.fd)
+    again = engine.submit(long, params)
+    run(engine)
+    same(again.completions()[0], alone(long, params))
+    for each in (good, full):
+        os.close(each)
+
+
+def test_cached_prefixes_leave_a_full_disk_before_a_text_ends(rng, network, tmp_path):
+    engine = spilling(
+        tmp_path, network, share=0.4, num_blocks=80, cached=40, make=InferenceEngine, dtype="f16", sparse_tokens=16,
+        residual_length=0,
+    )
+    cached = PrefixCachedEngine(engine, shared=True)
+    own = [rng.integers(0, network.config.vocab_size, 150).astype(np.uint32) for _ in range(4)]
+    cold = InferenceEngine(network, dtype="f16", sparse_tokens=16, residual_length=0)
+    full = os.open("/dev/full", os.O_RDWR)
+    os.dup2(full, engine.cache.blocks.store.spill.fd)
+    os.close(full)
+    for prompt in own:
+        found, right = cached.complete(prompt, PARAMS), cold.complete(prompt, PARAMS)
+        assert (found.tokens, found.logprobs) == (right.tokens, right.logprobs)
+    assert cached.cache_stats().total_evictions > 0
+    cached.check()
+
+
 def test_what_cannot_be_honoured_is_named(network, tmp_path):
     for kind in (InferenceEngine, BatchEngine):
         with pytest.raises(ValueError, match="spill: expected a folder, got an empty name"):

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from contextlib import contextmanager, suppress
 import numpy as np
 import pytest
 from places import search_path
+from posix_modules import needs_posix, resource
 from prefix_engines import SHORT, prompt
 from tier_stores import SECRET
 
@@ -94,6 +94,7 @@ while True:
 """
 
 
+@needs_posix
 @pytest.mark.exhaustive
 def test_a_killed_writer_leaves_whole_values(tmp_path, rng):
     """Two writers at once, killed at random times, and again over what they left."""
@@ -200,6 +201,7 @@ def test_disks_that_are_really_full(tmp_path, network):
             assert tier.get_many(small[:1]) == [bytes(100_000)]
 
 
+@needs_posix
 def test_other_files_are_no_values(tmp_path):
     """Not even where a value belongs: they are misses, and stay as they are."""
     tier, names = DirectoryTier(tmp_path / "tier", "1MB"), keys(5)
@@ -223,6 +225,7 @@ def test_other_files_are_no_values(tmp_path):
     assert places[4].parent.read_bytes() == b"no folder"
 
 
+@needs_posix
 def test_only_what_it_wrote_is_counted_and_deleted(tmp_path):
     """Files of other names in its folders, and whatever stands behind links in place of these, are not touched."""
     folder, home = tmp_path / "tier", tmp_path / "home"
@@ -264,6 +267,7 @@ def test_a_directory_that_is_deleted_meanwhile(tmp_path):
     assert tier.get_many(names) == [None, b"new"]
 
 
+@needs_posix
 def test_directories_that_others_can_write_to(tmp_path, monkeypatch):
     """Refused, then and later; a group may share one whose values a given secret proves."""
     tier = DirectoryTier(tmp_path, "1MB")
@@ -291,7 +295,7 @@ def test_directories_that_others_can_write_to(tmp_path, monkeypatch):
     assert DirectoryTier(tmp_path, "1MB", secret=SECRET).get_many(keys(1)) == [None]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="two users take privileges")
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="two users take privileges")
 def test_two_users_share_a_directory():
     """Each reads, replaces and deletes what the other one wrote, whatever their umask is."""
     folder = tempfile.mkdtemp()
@@ -352,6 +356,7 @@ def test_a_damaged_secret_is_drawn_again(tmp_path, monkeypatch, caplog, damaged)
     assert len(caplog.records) == 1
 
 
+@needs_posix
 def test_secrets_that_others_may_have_chosen(tmp_path):
     place = tmp_path / "secret"
     for make in (lambda: place.symlink_to(tmp_path / "other"), place.mkdir, lambda: os.mkfifo(place)):

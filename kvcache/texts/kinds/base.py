@@ -18,14 +18,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.attention_call import AttentionCall
 from kvcache.core.calibration import Calibration
-from kvcache.errors import OutOfMemoryError
+from kvcache.errors import OutOfMemoryError, SpillError
 from kvcache.networks.protocols import Attend, LayerAttention
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.index.prefix_index import PrefixIndex
@@ -37,8 +37,12 @@ from kvcache.tiers.source import TierSource
 from kvcache.tiers.tiers import Tiers
 from kvcache.tiers.windows import WindowSource
 
+if TYPE_CHECKING:
+    from kvcache.texts.kinds.part_sequences import PartRows
+
 __all__ = ["Ids", "LayerCall", "LayerKind", "Layers", "Lens", "Named", "PagesOf", "calls_of"]
 
+_SHARE = 16  # cached blocks leave a full disk by this part of all blocks at a time
 Ids = NDArray[np.uint64]
 Lens = NDArray[np.int64]
 # `(layer, queries, keys, values, sink_queries)` of the network's layer, to its outputs.
@@ -116,6 +120,12 @@ class Layers(ABC):
     @abstractmethod
     def attend(self, texts: Sequence[Text], index: int, ids: Ids, lens: Lens) -> tuple[LayerCall, dict[str, Any]]:
         """The attention of these layers for one pass over the next `lens` tokens; keyword arguments of the network."""
+
+    def attend_behind(
+        self, texts: Sequence[Text], index: int, ids: Ids, lens: Lens, rows: PartRows | None
+    ) -> LayerCall:
+        """The same where some texts stand behind something: `rows` see parts of cached texts; None: no row does."""
+        return self.attend(texts, index, ids, lens)[0]
 
     def ran(self, text: Text, index: int, before: int) -> None:
         """Pack or evict what no query from `text.computed` on reads; the tokens from `before` on have run."""
@@ -237,6 +247,9 @@ class Layers(ABC):
                 return
             except OutOfMemoryError as error:
                 if not self.make_room(cache, error):
+                    raise
+            except SpillError as error:
+                if not error.is_full or self.pages is None or not self.pages.evict(cache.total_blocks // _SHARE + 1):
                     raise
 
     def make_room(self, cache: PagedKvCache, error: OutOfMemoryError) -> bool:

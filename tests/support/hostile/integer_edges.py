@@ -12,7 +12,6 @@ import faulthandler
 import gc
 import logging
 import os
-import resource
 import signal
 import sys
 import time
@@ -23,6 +22,7 @@ import numpy as np
 from hostile.integer_calls import ARRAYS, PAGED, SCALARS
 from hostile.integer_states import empty, forked
 from hostile.limited_process import SANITIZED, limit_memory
+from posix_modules import resource
 
 from kvcache import KvCacheError, get_num_threads, set_num_threads
 

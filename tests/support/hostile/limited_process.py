@@ -2,13 +2,13 @@
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
 
 from places import search_path
+from posix_modules import resource
 
 SANITIZED = "asan" in os.environ.get("LD_PRELOAD", "")  # such a process maps terabytes
 
