@@ -18,6 +18,8 @@ from kvcache.networks.families import FAMILIES
 
 PROMPT_LENGTHS = (1, 15, 16, 17, 33, 200)
 CHUNKS = half((1, 7, 16, 64, 512))
+# A text in pieces of as many tokens as it has, or more, is one piece: of such sizes the first.
+CUTS = [(n, size) for n in PROMPT_LENGTHS for i, size in enumerate(CHUNKS) if i == 0 or CHUNKS[i - 1] < n]
 TOLERANCE = 1e-4
 NOISE = 2e-6  # of the largest logit: float32 against float64
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=64)
@@ -67,8 +69,8 @@ def engine_class(engine_of):
     return engine_of[1]
 
 
-@pytest.mark.parametrize("chunk", [None, 7, 33])
-@pytest.mark.parametrize("length", PROMPT_LENGTHS)
+@pytest.mark.parametrize(("length", "chunk"), [*((n, None) for n in PROMPT_LENGTHS),
+                                               *((n, size) for n in PROMPT_LENGTHS for size in (7, 33) if size < n)])
 def test_networks(network, length, chunk):
     """The network alone, by naive attention: every position, compared with float64.
 
@@ -110,8 +112,7 @@ def test_networks_continue_greedily(network, length):
             assert choices[end - 1] == text[end]
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
-@pytest.mark.parametrize("length", PROMPT_LENGTHS)
+@pytest.mark.parametrize(("length", "chunk"), CUTS)
 def test_logits(golden, engine_class, length, chunk):
     model, arrays = golden
     engine = engine_class(model, prefill_chunk=chunk)

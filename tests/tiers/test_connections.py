@@ -337,7 +337,7 @@ def test_a_server_that_sends_a_byte_at_a_time(rng, monkeypatch):
                 ):
                     with pytest.raises((TimeoutError, ConnectionError)):
                         call(arguments)
-                assert time.monotonic() - began < 5
+                assert time.monotonic() - began < 30, "without a limit each call takes 20 seconds"
                 assert idle(client)
                 client.ping()
                 assert client.connection_pool.get_connection()._sock.gettimeout() == timeout
