@@ -48,6 +48,9 @@ class PartLayers(Layers):
         self.cache, self.caches = cache, (cache,)
         self._parts = calls_of(layers, attention, return_lse=True)
         self._seen, self._seen_calls = PartSequences(cache), _calls_of_parts(self._parts)
+        self._joint_calls = {  # where own texts are attended to in the same call
+            layer: (number, call, self._parts[layer][2]) for layer, (number, call, _) in self._seen_calls.items()
+        }
         self.has_sinks = any(each is not None and each.sinks is not None for each in attention)
         self.held = set[int]()
 
@@ -164,19 +167,14 @@ class PartLayers(Layers):
         self, texts: Sequence[Text], index: int, ids: Ids, lens: Lens, rows: PartRows | None
     ) -> LayerCall:
         behind, sequences = _rows_behind(texts, lens), self.own_sequences(texts, index, ids, lens)
-        seen, at_once = None, False
+        seen = None
         if rows is not None:
             parts = [self.part_ids(text.places[index]) for text in texts]
             own_rows = self.own_rows(texts, index, ids) if rows.with_own else Own(ids)
             seen = PartQueries(rows, parts, own_rows, self._seen.stored, self.window_of_parts)
-            at_once = rows.with_own
 
         def attend(layer: int, queries: Float32, keys: Any, values: Any, turned: Any = None, /, *_: Any) -> Float32:
-            own: Any = None
-            if at_once:
-                self.cache.write_ragged(self._parts[layer][0], ids, lens, keys, values)
-            else:
-                own = self.cache.write_and_attend(sequences, self._parts, layer, queries, keys, values)
+            own: Any = self.cache.write_and_attend(sequences, self._parts, layer, queries, keys, values)
             for prefix, some in behind:
                 mixed, masses = own
                 output, mass = prefix.attend(layer, queries[some])
@@ -188,7 +186,17 @@ class PartLayers(Layers):
             )
             return seen.merged(own, *parts)
 
-        return attend
+        def attend_at_once(
+            layer: int, _queries: Float32, keys: Any, values: Any, turned: Any = None, /, *_: Any
+        ) -> Float32:
+            assert seen is not None, "rows see parts"
+            assert seen.sequences is not None, "rows attend to their own texts"
+            found: Any = self.cache.write_and_attend(
+                seen.sequences, self._joint_calls, layer, seen.taken(turned), keys, values, None, None, sequences
+            )
+            return seen.merged(None, *found)
+
+        return attend_at_once if rows is not None and rows.with_own else attend
 
     # -- the end --------------------------------------------------------------------------------------------
 
