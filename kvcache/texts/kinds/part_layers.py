@@ -85,7 +85,7 @@ class PartLayers(Layers):
         """Cache the block in which a text ends, for others that see parts of it."""
 
     def end_of(self, text: Text, index: int, gap: int) -> CachedStart:
-        """What is needed of a text that has run."""
+        """The tokens that are needed of a text that has run."""
         return self._from(self._start_of(text.seq_id, self.first_of(text, index), text.computed), gap)
 
     def hold_blocks(self, start: CachedStart) -> int:
@@ -102,7 +102,7 @@ class PartLayers(Layers):
         self._seen.free(seq_ids)
 
     def held_start(self, seq_id: int, length: int, gap: int) -> CachedStart:
-        """What `hold_blocks` holds of a text of this length, of which `gap` was known."""
+        """The tokens that `hold_blocks` holds of a text of this length, of which `gap` was known."""
         return self._start_of(seq_id, self.first_needed(length, gap), length)
 
     def _start_of(self, seq_id: int, first: int, stop: int) -> CachedStart:
@@ -113,7 +113,7 @@ class PartLayers(Layers):
         return CachedStart(stop, first, blocks)
 
     def _from(self, start: CachedStart, gap: int) -> CachedStart:
-        """Those of the tokens that are needed."""
+        """The tokens of a start that are needed."""
         first, size = self.first_needed(start.stop, gap), self.cache.block_size
         assert start.first <= first, f"a text is held from token {start.first} on, and needed from {first} on"
         return start._replace(first=first, blocks=start.blocks[-(-(first - start.first) // size) :])
