@@ -162,9 +162,7 @@ class CurrentText:
         self._end_old(text)
         try:
             with ExitStack() as held:
-                found, starts = self.pool.shared.hold(text, text.num_tokens, held, arrived)
-                if parts:
-                    starts = [each._replace(parts=own) for each, own in zip(starts, parts, strict=True)]
+                found, starts = self.pool.shared.hold(text, text.num_tokens, held, arrived, parts=parts)
                 self.pool.begin(text, found, starts, 0)
                 return starts[0].cached
         except Exception:

@@ -652,7 +652,8 @@ class PagedKvCache:
 
     def write_and_attend(
         self, sequences: QueriedSequences, calls: Mapping[int, tuple[int, AttentionCall, bool]], layer: int,
-        queries: npt.ArrayLike, keys: Any, values: Any, _: Any = None, chosen: Int32 | None = None, /,
+        queries: npt.ArrayLike, keys: Any, values: Any, _: Any = None, chosen: Int32 | None = None,
+        written: QueriedSequences | None = None, /,
     ) -> Float32:
         """`write_ragged` of the newest tokens, and `attention` of their queries: what a layer does in a pass.
 
@@ -663,12 +664,14 @@ class PagedKvCache:
             layer: of the network.
             queries: `(sum(query_lens), num_query_heads, head_dim)`; other arguments as of these two.
             chosen: what `write_and_choose` has returned.
+            written: those that are written, where others are attended to.
         """
         number, call, writes = calls[layer]
         if not writes and (keys is not None or values is not None):
             raise ValueError(f"keys: expected None for layer {layer}, which reads K and V of another one, got rows")
         if writes:
-            self._sequences.write_batch(number, sequences.ids, self._blocks.as_rows(keys, values), sequences.lens)
+            to = sequences if written is None else written
+            self._sequences.write_batch(number, to.ids, self._blocks.as_rows(keys, values), to.lens)
         mixed: Float32 = self._attention.over(number, queries, sequences, call, chosen=chosen)
         return mixed
 

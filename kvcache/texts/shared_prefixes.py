@@ -59,7 +59,8 @@ class SharedPrefixes:
         return stop
 
     def hold(
-        self, text: Text, most: int, held: ExitStack, arrived: Arrived | None = None, again: bool = False
+        self, text: Text, most: int, held: ExitStack, arrived: Arrived | None = None, again: bool = False,
+        parts: Sequence[Sequence[PartStart | None]] = (),
     ) -> tuple[int, list[CachedStart]]:
         """Hold the longest prefix that every group has, at most `most` tokens and all but the last.
 
@@ -67,6 +68,7 @@ class SharedPrefixes:
             held: holds it until it is closed.
             arrived: see `Pool.start`.
             again: whether the text has been looked up before, and is not to be counted twice.
+            parts: those that it sees, of each group, where these are held; empty: they are looked up.
 
         Returns:
             The number of its tokens, and what each group has of them.
@@ -89,8 +91,8 @@ class SharedPrefixes:
             starts = [group.hold(text.tokens, stop, space, held) if group.reason else start for group in self._groups]
             if None not in starts:
                 if text.prefix is not None:
-                    parts = self.hold_parts(text, held, again)
-                    starts = [each and each._replace(parts=own) for each, own in zip(starts, parts, strict=True)]
+                    found = parts or self.hold_parts(text, held, again)
+                    starts = [each and each._replace(parts=own) for each, own in zip(starts, found, strict=True)]
                 if stop < cached and not again:
                     lacking = min(self._with_pages, key=lambda each: each.longest(text.tokens, cached, space))
                     self.gone[lacking.reason] += 1

@@ -165,7 +165,7 @@ def test_bits_depend_on_the_request_alone(network, name, tmp_path):
         assert [key(each.completions()[0]) for each in waiting] == want + want[::-1]
         settled(batch)
         preempted += batch.stats().preemptions
-    assert preempted
+    assert preempted or folder == "mistral_window"  # which has no blocks that many tokens take
 
 
 @pytest.mark.parametrize("length", [0, 12, 64])

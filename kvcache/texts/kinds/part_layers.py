@@ -50,6 +50,9 @@ class PartLayers(Layers):
         self.cache, self.caches = cache, (cache,)
         self._parts = calls_of(layers, attention, return_lse=True)
         self._seen, self._seen_calls = PartSequences(cache), _calls_of_parts(self._parts)
+        self._joint_calls = {  # where own texts are attended to in the same call
+            layer: (number, call, self._parts[layer][2]) for layer, (number, call, _) in self._seen_calls.items()
+        }
         has_sinks = any(each is not None and each.sinks is not None for each in attention)
         self.reads_apart = has_sinks or cache.residual_length > 0 or cache.first_tokens > 0
         self.held = set[int]()
@@ -85,7 +88,7 @@ class PartLayers(Layers):
         """Cache the block in which a text ends, for others that see parts of it."""
 
     def end_of(self, text: Text, index: int, part: Part, gap: int) -> CachedStart:
-        """What is needed of a text that has run, the cached text of a part."""
+        """The tokens that are needed of a text that has run, the cached text of a part."""
         return self._from(self._start_of(text.seq_id, self.first_of(text, index), part), gap)
 
     def hold_blocks(self, start: CachedStart) -> int:
@@ -102,7 +105,7 @@ class PartLayers(Layers):
         self._seen.free(seq_ids)
 
     def held_start(self, seq_id: int, part: Part, gap: int) -> CachedStart:
-        """What `hold_blocks` holds of the cached text of a part, of which `gap` was known."""
+        """The tokens that `hold_blocks` holds of the cached text of a part, of which `gap` was known."""
         return self._start_of(seq_id, self.first_needed(len(part.tokens), gap), part)
 
     def _start_of(self, seq_id: int, first: int, part: Part) -> CachedStart:
@@ -118,7 +121,7 @@ class PartLayers(Layers):
         return CachedStart(stop, first, blocks, firsts=firsts)
 
     def _from(self, start: CachedStart, gap: int) -> CachedStart:
-        """Those of the tokens that are needed."""
+        """The tokens of a start that are needed."""
         first, size = self.first_needed(start.stop, gap), self.cache.block_size
         assert start.first <= first, f"a text is held from token {start.first} on, and needed from {first} on"
         return start._replace(first=first, blocks=start.blocks[-(-(first - start.first) // size) :])
@@ -173,19 +176,14 @@ class PartLayers(Layers):
         self, texts: Sequence[Text], index: int, ids: Ids, lens: Lens, rows: PartRows | None
     ) -> LayerCall:
         behind, sequences = _rows_behind(texts, lens), self.own_sequences(texts, index, ids, lens)
-        seen, at_once = None, False
+        seen = None
         if rows is not None:
             parts = [self.part_ids(text.places[index]) for text in texts]
             own_rows = self.own_rows(texts, index, ids) if rows.with_own else Own(ids)
             seen = PartQueries(rows, parts, own_rows, self._seen.stored, self.window_of_parts)
-            at_once = rows.with_own
 
         def attend(layer: int, queries: Float32, keys: Any, values: Any, turned: Any = None, /, *_: Any) -> Float32:
-            own: Any = None
-            if at_once:
-                self.cache.write_ragged(self._parts[layer][0], ids, lens, keys, values)
-            else:
-                own = self.cache.write_and_attend(sequences, self._parts, layer, queries, keys, values)
+            own: Any = self.cache.write_and_attend(sequences, self._parts, layer, queries, keys, values)
             for prefix, some in behind:
                 mixed, masses = own
                 output, mass = prefix.attend(layer, queries[some])
@@ -197,7 +195,17 @@ class PartLayers(Layers):
             )
             return seen.merged(own, *parts)
 
-        return attend
+        def attend_at_once(
+            layer: int, _queries: Float32, keys: Any, values: Any, turned: Any = None, /, *_: Any
+        ) -> Float32:
+            assert seen is not None, "rows see parts"
+            assert seen.sequences is not None, "rows attend to their own texts"
+            found: Any = self.cache.write_and_attend(
+                seen.sequences, self._joint_calls, layer, seen.taken(turned), keys, values, None, None, sequences
+            )
+            return seen.merged(None, *found)
+
+        return attend_at_once if rows is not None and rows.with_own else attend
 
     # -- the end --------------------------------------------------------------------------------------------
 
