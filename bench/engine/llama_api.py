@@ -73,7 +73,7 @@ class LlamaApi:
 
     @property
     def _cells(self) -> Any:
-        """What the functions of cells take first."""
+        """The first argument of the functions of cells."""
         return self._library.llama_get_memory(self._context)
 
     def put(self, row: int, token: int, pos: int, sequence: int, *, due: bool) -> None:

@@ -38,7 +38,7 @@ FAR = "far"
 
 
 class Plan(NamedTuple):
-    """What is measured.
+    """Sizes and rounds of a measurement.
 
     Attributes:
         prompt: tokens of a prompt.

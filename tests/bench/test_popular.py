@@ -147,7 +147,7 @@ def test_rows_and_where_a_rival_leads():
 
 
 def test_a_letter_is_a_token():
-    """What begins with the same tokens begins with the same letters; a space is a token too."""
+    """Texts share letters as far as they share tokens; a space is a token too."""
     tokens = np.random.default_rng(0).integers(3, 500, 300).astype(np.uint32)
     text = letters_of(tokens)
     assert len(text) == 300
