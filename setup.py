@@ -3,7 +3,8 @@
 KVCACHE_LEVELS=all  kernels for all CPUs of this architecture; or levels by name: "avx2,avx512". Without it, builds of
                     developers (`pip install -e .`) have scalar and what this CPU runs best, all others every level
 KVCACHE_DEBUG=1     bounds checks and assertions in Cython, -Og -g in C
-KVCACHE_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer in everything that is compiled
+KVCACHE_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer in everything that is compiled; "thread" in place of
+                    1: ThreadSanitizer
 KVCACHE_EVEX=1      for tests, what CPUs with AVX-512 run of other levels: avxvnni as AVX-512 encodes its instructions,
                     amx with emulated tiles; the others do so too
 KVCACHE_KERNELS_CC  the compiler of the kernels, where it is not that of the modules, CC
@@ -28,6 +29,7 @@ check_machine()
 DEBUG, SANITIZE, COVERAGE, EVEX = (
     os.environ.get(f"KVCACHE_{name}") == "1" for name in ("DEBUG", "SANITIZE", "COVERAGE", "EVEX")
 )
+THREADS = os.environ.get("KVCACHE_SANITIZE") == "thread"
 EVEX = EVEX or DEBUG or SANITIZE or COVERAGE
 
 # The scalar level without what takes -O3 most of its time.
@@ -61,6 +63,7 @@ MODULES = [] if DEBUG else ["-O1"]
 
 # -g1: the line numbers of a report. -Og: half of the compile time of -O1, with the same checks; kernels run too slowly.
 CHECK = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1", "-Og"] if SANITIZE else []
+CHECK += ["-fsanitize=thread", "-g1", "-O1"] if THREADS else []
 
 # The checks of pointers take half as long again: one level of the kernels has them. ASan reports a wrong pointer that
 # is used.
@@ -90,6 +93,7 @@ for level in BUILT:
 UNITS.sort(key=lambda unit: -os.path.getsize(unit[0]))  # no CPU waits long for the last one
 
 DIRECTIVES = {"language_level": "3", "wraparound": False, "embedsignature": True, "embedsignature.format": "python"}
+DIRECTIVES |= {"freethreading_compatible": True}  # see "Without the GIL" in CONTRIBUTING.md
 DIRECTIVES |= {"boundscheck": DEBUG, "initializedcheck": DEBUG, "cdivision": not DEBUG}
 # The last one is Cython's own code, memoryviews above all: the others import it instead of having a copy each.
 SOURCES = [*sorted(glob("kvcache/**/*.pyx", recursive=True)), "kvcache/support/cython_runtime.c"]

@@ -44,7 +44,23 @@ PYTHON
     touch "$work/tools/ready"
 }
 
-test_has_built() { # whether `test` has built the checkout in this run: its environment is `fresh`
+# The checkout as a person gets it, built once by the first gate that wants it: a fresh environment and the README's words.
+use_fresh() {
+    (
+        flock 9
+        [ -e "$work/fresh/built" ] || make_fresh
+    ) 9>"$work/fresh.lock"
+    activate fresh
+}
+
+make_fresh() {
+    need_compiler
+    new_environment fresh
+    PIP_LOG=$work/fresh.log pip install -e '.[test]'
+    touch "$work/fresh/built"
+}
+
+test_has_built() { # whether `test` or `rest` has built the checkout in this run: its environment is `fresh`
     [ -e "$work/fresh/built" ]
 }
 

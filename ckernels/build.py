@@ -157,7 +157,7 @@ class build_kernels(build_ext):
         self.parallel = self.parallel or os.cpu_count()
         self.force = True  # Made says what is made again
         if self.editable_mode:  # not a new folder each time, but that of all builds
-            tag = f"{self.plat_name}-{sys.implementation.cache_tag}"
+            tag = f"{self.plat_name}-{sys.implementation.cache_tag}{getattr(sys, 'abiflags', '')}"  # t: without the GIL
             self.build_lib, self.build_temp = f"build/lib.{tag}", f"build/temp.{tag}"
 
     def build_extensions(self):

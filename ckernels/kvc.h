@@ -89,6 +89,7 @@ typedef struct kvc_seq {
      * ancestors. Query j sees its own token, those of its ancestors, and those before the queries'; its position is that
      * of the token after these, plus its number of ancestors. */
     const int64_t *parents, *depths;
+    const int64_t *firsts; /* NULL, or of each query the number of first tokens that it does not see, ascending; NULL of a tree */
 } kvc_seq;
 
 struct kvc_spill;

@@ -38,7 +38,8 @@ static inline int64_t kvc_window_start(const kvc_seq *seq, int64_t own) {
 static inline kvc_span kvc_seen(const kvc_seq *seq, int64_t query) {
     const int64_t own = seq->num_tokens - seq->num_queries + query + 1;
     const int64_t shown = seq->num_tokens - seq->hidden_tokens;
-    const int64_t skipped = seq->skipped_tokens;
+    const int64_t own_first = seq->firsts ? seq->firsts[query] : 0;
+    const int64_t skipped = seq->skipped_tokens > own_first ? seq->skipped_tokens : own_first;
     if (seq->whole) return (kvc_span){skipped < shown ? skipped : shown, shown};
     const int64_t end = own + seq->ahead, stop = end < 0 ? 0 : end < shown ? end : shown;
     const int64_t begun = kvc_window_start(seq, own - 1 - (seq->parents ? query : 0)); /* in a tree, of the first queries */

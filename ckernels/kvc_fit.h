@@ -1,11 +1,12 @@
-/* kvc_fit.h - the minimum and scale of a row of 4, 3 or 2 bits, chosen for nearly the least squared error.
+/* kvc_fit.h - the minimum and scale of a row of 5 to 2 bits, chosen for nearly the least squared error.
  *
  * Levels spread over the whole range of a row of 64 values are partly wasted on its ends, where few values are.
  * Clipping both ends a little increases the error of a few values and decreases that of all others. The squared error
  * of normal rows, relative to that with the whole range (head_dim 64 | 128):
  *
- *                          4 bits   0.83 | 0.83    3 bits   0.74 | 0.70    2 bits   0.51 | 0.45
- *   exhaustive search               0.81 | 0.81             0.73 | 0.69             0.51 | 0.45
+ *                       5 bits              4 bits              3 bits              2 bits
+ *                       0.85 | 0.88         0.83 | 0.83         0.74 | 0.70         0.51 | 0.45
+ *   exhaustive search   0.85 | 0.87         0.81 | 0.81         0.73 | 0.69         0.51 | 0.45
  *
  * There are four starts: each clips one of two shares of the range at either end. The values are coded, and the line
  * value = low + step * code  is fitted to the codes by least squares. The best of the four is coded and fitted once
@@ -19,7 +20,7 @@
  *
  * Codes and their sums are then products of 16 bits, exact in 32 bits, and the same at every level:
  *
- *   sum of codes * u <= 512 * top * 2^15      4 bits: 252e6        sum of u < 512 * 2^15 = 2^24
+ *   sum of codes * u <= 512 * top * 2^15      5 bits: 521e6        sum of u < 512 * 2^15 = 2^24
  *
  * The code of u is  (u - low) / step + 1/2  rounded down, computed with 9 fractional bits. This moves the line a
  * little: low is off by at most 2^-12 of a step, and 1 / step by 2^-12 of itself. The stored codes are computed from
@@ -33,7 +34,8 @@
 
 /* The two clipped shares, indexed by bits. Found by a grid search over rows of the demo model and normal rows; the
  * error is flat around them. */
-static const float kvc_left_out[][2] = {{0}, {0}, {0.0675f, 0.2025f}, {0.036f, 0.108f}, {0.016f, 0.048f}};
+static const float kvc_left_out[][2] = {{0}, {0}, {0.0675f, 0.2025f}, {0.036f, 0.108f}, {0.016f, 0.048f},
+                                       {0.002f, 0.02f}};
 
 /* Smaller numbers count as 0. It is a normal number, so no mode of the CPU flushes it to 0. */
 #define KVC_TINY 0x1p-126f
@@ -55,7 +57,7 @@ typedef struct kvc_sums { /* over the codes of a row under a line */
 } kvc_sums;
 
 INLINE kvc_sums kvc_sums_of(const kvc_fitted *rows, kvc_line line) {
-    enum { BELOW_POINT = 9 }; /* (top + 1) * 2^9 < 2^15; steps are at least 2^9, the range of 2^11 to 2^13 */
+    enum { BELOW_POINT = 9 }; /* (top + 1) * 2^9 < 2^15; steps are at least 2^9, the range of 2^10 to 2^13 */
     const f32v most = f32v_set1(32767.0f), unit = f32v_set1((float)(1 << (15 + BELOW_POINT)));
     const f32v half_below = f32v_sub(line.low, f32v_mul(line.step, f32v_set1(0.5f)));
     const f32v cut = f32v_min(f32v_max(half_below, f32v_zero()), most),
@@ -109,7 +111,7 @@ INLINE f32v kvc_rounded_to_half(f32v x) {
 
 /* Replaces the minimum and scale of the range by the fitted ones, both halves, if that reduces the squared error by
  * more than 2^-12 of a squared step per value. A smaller difference may be rounding: the errors are those of values
- * rounded to 2^-12 of a step, and differences of sums of 24 bits, at most (2 top)^2 squared steps per value. Keeps the
+ * rounded to 2^-12 of a step (5 bits: 2^-11), and differences of sums of 24 bits, at most (2 top)^2 squared steps per value. Keeps the
  * range where halves are so coarse that the minimum is half a step from the lowest value. Value d of row i is
  * lanes[d * KVC_LANES + i]. */
 static void kvc_fit(const float *lanes, int dim, int bits, f32v lowest, f32v highest, f32v *minimum,

@@ -33,6 +33,7 @@
 #define KVC_QUANTISED_FORMATS(X)                     \
     X(Q8, "q8", 8, 1, 0, KVC_HALF_OVERFLOW, "65504") \
     X(Q6, "q6", 6, 1, 0, KVC_HALF_OVERFLOW, "65504") \
+    X(Q5, "q5", 5, 1, 1, KVC_HALF_OVERFLOW, "65504") \
     X(Q4, "q4", 4, 1, 1, KVC_HALF_OVERFLOW, "65504") \
     X(Q3, "q3", 3, 1, 1, KVC_HALF_OVERFLOW, "65504") \
     X(Q2, "q2", 2, 1, 1, KVC_HALF_OVERFLOW, "65504")

@@ -72,7 +72,7 @@ static int64_t num_pieces(const plan *p, int64_t work) {
 static int may_share(const plan *p, const kvc_seq *seq) {
     const int64_t rows = seq_rows(p, seq);
     return rows > 0 && rows <= KVC_FEW_ROWS && !seq->start && !seq->window && !seq->sink_tokens &&
-           !seq->skipped_tokens && !seq->parents;
+           !seq->skipped_tokens && !seq->parents && !seq->firsts;
 }
 
 /* The first tokens that two sequences read together: whole chunks in whole blocks, and less than either sees. */

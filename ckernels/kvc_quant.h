@@ -22,9 +22,10 @@
  *     q4   64 bytes of (U1 << 4 | U0) | (U3 << 4 | U2) | ...
  *     q2   64 bytes of (U3 << 6 | U2 << 4 | U1 << 2 | U0) | ...
  *
- *   Codes of 6 and 3 bits lie in two parts, first the low 4 or 2 bits, then the others:
+ *   Codes of 6, 5 and 3 bits lie in two parts, first the low 4 or 2 bits, then the others:
  *
  *     q6   low four bits of U0, U1 as q4 | of U2, U3 | high two bits of U0-U3 as q2
+ *     q5   low four bits of U0, U1 as q4 | .. | of U6, U7 | fifth bits: U7 << 7 | ... | U1 << 1 | U0
  *     q3   low two bits of U0-U3 as q2 | of U4-U7 | third bits: U7 << 7 | ... | U1 << 1 | U0
  *
  * ROWS, for all other sizes, slot by slot and unaligned:
@@ -78,7 +79,7 @@ static inline size_t kvc_values_at(const kvc_layout *layout) {
 }
 
 /* The bits of the first part of a code; the second part has the others. */
-INLINE int kvc_low_bits(int bits) { return bits == 6 ? 4 : bits == 3 ? 2 : bits; }
+INLINE int kvc_low_bits(int bits) { return bits == 6 || bits == 5 ? 4 : bits == 3 ? 2 : bits; }
 
 /* The units that share bytes, and their bytes; those of the first parts. */
 INLINE int kvc_units_together(int bits) {

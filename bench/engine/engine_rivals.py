@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from bench.support.checkpoints import Size, write_checkpoint, write_gguf
 
-__all__ = ["RIVALS", "LlamaCpp", "OpenVino", "Transformers", "availability", "installed"]
+__all__ = ["RIVALS", "ROOM", "LlamaCpp", "OpenVino", "Rival", "Tokens", "Transformers", "availability", "installed"]
 
 Tokens = npt.NDArray[np.uint32]
 ROOM = 4352  # tokens of a text, unless a caller has longer ones

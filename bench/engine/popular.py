@@ -1,6 +1,6 @@
 """Networks that people run, beside every rival: a prompt, a token behind short and long texts, a second turn.
 
-Each engine runs in a process of its own: one that fails, or that the system ends, leaves an empty row and a line with the
+Each engine runs in a process of its own: one that fails, or that the system ends, has an empty row, and a line with the
 reason. A text of 16,384 tokens is not computed where K and V of its first 1,024 can be written again and again: a step
 reads as many bytes. Elsewhere it is computed if that takes no longer than `patience` seconds.
 """
@@ -29,7 +29,7 @@ from bench.support.report import time_text
 from kvcache.engine import InferenceEngine
 from kvcache.gguf import GgufFile
 
-__all__ = ["ENGINES", "Plan", "measure_popular", "results_of", "rows_of", "verdicts_of"]
+__all__ = ["ENGINES", "IkLlamaText", "Plan", "measure_popular", "results_of", "rows_of", "verdicts_of"]
 
 Tokens = npt.NDArray[np.uint32]
 Found = dict[str, list[float]]
@@ -74,7 +74,7 @@ class Text(Protocol):
     def start(self, tokens: Tokens) -> None:
         """Run a text with an empty cache, up to the logits of its last token."""
 
-    def extend(self, tokens: Tokens) -> None:
+    def extend(self, tokens: Tokens) -> object:
         """Run more tokens, up to the logits of the last."""
 
     def repeat(self, count: int) -> None:
@@ -140,7 +140,13 @@ class LlamaText:
         self._tokens = 0
         self.extend(tokens)
 
-    def extend(self, tokens: Tokens) -> None:
+    def cut(self, count: int) -> None:
+        """Keep only the first tokens."""
+        self._api.forget(0, count)
+        self._tokens = count
+
+    def extend(self, tokens: Tokens) -> int:
+        """Run more tokens; the likeliest one behind them."""
         for at in range(0, len(tokens), BATCH):
             part = tokens[at : at + BATCH].tolist()
             for row, token in enumerate(part):
@@ -148,7 +154,7 @@ class LlamaText:
             if status := self._api.run(len(part)):
                 raise MemoryError(f"llama_decode returned {status}")
             self._tokens += len(part)
-        self._api.logits(len(part) - 1).argmax()
+        return int(self._api.logits(len(part) - 1).argmax())
 
     def repeat(self, count: int) -> None:
         size = self._tokens
@@ -278,7 +284,7 @@ def _measured(engine: str, path: Path, vocabulary: int, threads: int, plan: Plan
 def measure_popular(
     engines: Sequence[str], path: Path, vocabulary: int, threads: int, plan: Plan, measured: Measured
 ) -> dict[str, Found]:
-    """The times of each engine, each in a new process; engines that have none get a line with the reason."""
+    """The times of each engine, each in a new process; none, and a line with the reason, of one that fails."""
     found = {}
     for engine in engines:
         call = partial(_in_a_process, _measured, engine, path, vocabulary, threads, plan)
@@ -288,6 +294,7 @@ def measure_popular(
         except Exception as error:  # its package is absent, it does not read the network, or its process ended
             text = (str(error).splitlines() or [""])[0][:160]
             print(f"not measured: {engine} ({type(error).__name__}: {text})", flush=True)
+            found[engine] = {}
     return found
 
 
@@ -303,8 +310,8 @@ def rows_of(found: dict[str, Found], plan: Plan) -> tuple[list[str], list[list[s
     return ["", *titles.values()], rows
 
 
-def verdicts_of(found: dict[str, Found], plan: Plan) -> list[str]:
-    """A sentence for each column with a rival: those first where one leads."""
+def verdicts_of(found: dict[str, Found], plan: Plan) -> str:
+    """A line for each column with a rival: those first where one leads."""
     own, lines = found.get(Ours.name, {}), list[tuple[float, str]]()
     for key, title in plan.titles().items():
         others = {engine: median(times[key]) for engine, times in found.items() if engine != Ours.name and key in times}
@@ -314,7 +321,7 @@ def verdicts_of(found: dict[str, Found], plan: Plan) -> list[str]:
         ratio = ours / others[best]
         what = f"{title}: {time_text(ours)} beside {time_text(others[best])} of {best}, {ratio:.2f} times its time"
         lines.append((-ratio, f"{best} leads. {what}" if ratio > 1 else what))
-    return [line for _, line in sorted(lines)]
+    return "\n".join(f"- {line}" for _, line in sorted(lines))
 
 
 def results_of(found: dict[str, Found], plan: Plan) -> list[Result]:

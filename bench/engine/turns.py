@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.engine.engine_rivals import LlamaCpp
+from bench.engine.mistral_rs import MistralRs
+from bench.engine.popular import ENGINES
 from bench.engine.shapes import SHAPES, VOCABULARY
 from bench.engine.weight_rivals import GGUF_FILES, write_files
 from bench.support.blas import set_threads
@@ -31,10 +32,11 @@ __all__ = ["add_arguments", "main"]
 
 Tokens = npt.NDArray[np.uint32]
 
+_RIVALS = ("llama.cpp", "ik_llama.cpp", "mistral.rs")
 _NETWORKS = ("qwen35", "lfm2", "kimi", "indexed")
 ANSWER, NEW = 32, 64  # tokens of an answer, and of what a user or a tool adds to it
 BRANCH = 256  # tokens behind the prompt that branches share
-FIRST, LATER, ALONE, BRANCHED, RIVAL = "first turn", "later turn", "its new tokens alone", "branch", "llama.cpp, whole"
+FIRST, LATER, ALONE, BRANCHED = "first turn", "later turn", "its new tokens alone", "branch"
 
 
 class Chats:
@@ -106,16 +108,27 @@ def measure(path: Path, tokens: int, turns: int, threads: int) -> tuple[Result, 
     return result, chats.ran
 
 
-def rival(path: Path, tokens: int, threads: int) -> list[float]:
-    """Seconds in which llama.cpp reads the whole text; empty if it is not installed."""
+def rival(name: str, path: Path, tokens: int, turns: int, threads: int) -> dict[str, list[float]]:
+    """Seconds in which a rival reads the whole text, or of its later turns; empty if it is absent, or does not read it.
+
+    mistral.rs keeps texts as prefixes of others, so its later turns are measured as ours are.
+    """
+    rng, room = np.random.default_rng(1), tokens + (turns + 1) * NEW + ANSWER
+    text = rng.integers(3, VOCABULARY, tokens, dtype=np.uint32)
     try:
-        engine: Any = LlamaCpp(path, threads, tokens + 64)
-    except ImportError as error:
-        print(f"not measured: llama.cpp ({error})")
-        return []
-    prompt, start = np.random.default_rng(1).integers(3, VOCABULARY, tokens, dtype=np.uint32), perf_counter()
-    engine.prefill(prompt)
-    return [perf_counter() - start]
+        engine: Any = ENGINES[name](path, threads, room)
+        start = perf_counter()
+        if not isinstance(engine, MistralRs):
+            engine.start(text)
+            return {f"{name}, whole": [perf_counter() - start] * turns}
+        found = {f"{name}, first turn": [engine.first_token(text)] * turns}
+        for _ in range(turns):
+            text = np.concatenate([text, rng.integers(3, VOCABULARY, NEW, dtype=np.uint32)])
+            found.setdefault(f"{name}, later turn", []).append(engine.first_token(text))
+        return found
+    except (ImportError, MemoryError, ValueError) as error:
+        print(f"not measured: {name} ({str(error).splitlines()[0][:160]})")
+        return {}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,6 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=16384, help="of the first prompt (default 16384)")
     parser.add_argument("--turns", type=int, default=5, help="later turns, and branches (default 5)")
     parser.add_argument("--threads", type=int, default=2, help="threads of every engine (default 2)")
+    parser.add_argument("--rivals", nargs="+", choices=_RIVALS, default=list(_RIVALS), help="some of the others")
     parser.add_argument("--no-rivals", action="store_true", help="only our own engine")
     parser.add_argument("--folder", type=Path, help="keep the GGUF files here, and use those that are there")
 
@@ -143,8 +157,9 @@ def main(options: argparse.Namespace) -> int:
                 path = kept / "f16.gguf"
             result, ran = measure(path, tokens, turns, options.threads)
             gc.collect()
-            if not options.no_rivals and (times := rival(path, tokens, options.threads)):
-                result.times[RIVAL] = times * turns
+            for each in () if options.no_rivals else options.rivals:
+                result.times |= rival(each, path, tokens, turns, options.threads)
+                gc.collect()
             title = f"Turns behind {tokens} tokens, {SHAPES[name].what}, {options.threads} thr"
             columns = Columns(tuple(result.times), rivals=(ALONE,), unit="")
             tables.rates(title, columns, [result])

@@ -1,4 +1,4 @@
-"""Rivals that read the same GGUF files: llama.cpp and OpenVINO in their default precision, transformers in bf16."""
+"""Rivals that read the same GGUF files, in their default precision, and transformers in bf16."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bench.engine import engine_rivals
-from bench.engine.engine_rivals import LlamaCpp, Transformers
+from bench.engine.engine_rivals import ROOM, LlamaCpp, Rival, Tokens, Transformers
+from bench.engine.mistral_rs import MistralRs
+from bench.engine.popular import IkLlamaText
 from bench.engine.shapes import Shape, values_of
 from bench.support.blas import set_threads
 from bench.support.checkpoints import Size, write_gguf
@@ -57,8 +61,37 @@ class OpenVino(engine_rivals.OpenVino):
     name = "OpenVINO"
 
 
+class IkLlama(Rival):
+    """ik_llama.cpp with flash attention and float16 K and V; matrices as the file has them."""
+
+    name = IkLlamaText.name
+
+    def __init__(self, path: Path, threads: int, context: int = ROOM) -> None:
+        self._text = IkLlamaText(path, threads, context)
+
+    @staticmethod
+    def version() -> str:
+        return IkLlamaText.version()
+
+    def prefill(self, tokens: Tokens) -> None:
+        self._text.start(tokens)
+        self._held = len(tokens)
+
+    def rewind(self) -> None:
+        self._text.cut(self._held)
+
+    def decode(self, steps: int) -> None:
+        """Run greedy decode steps."""
+        token = 3
+        for _ in range(steps):
+            token = self._text.extend(np.array([token], np.uint32))
+
+
 # rival -> the files that it reads
-RIVALS: dict[Any, tuple[str, ...]] = {LlamaCpp: tuple(GGUF_FILES), OpenVino: COMMON_FILES, Transformers: ("f16",)}
+RIVALS: dict[Any, tuple[str, ...]] = {
+    LlamaCpp: tuple(GGUF_FILES), IkLlama: tuple(GGUF_FILES), MistralRs: tuple(GGUF_FILES), OpenVino: COMMON_FILES,
+    Transformers: ("f16",),
+}
 
 
 def measure_each(

@@ -1,8 +1,9 @@
-"""`python -m bench weights`: products with weights in every format, and a network of a billion weights, against rivals.
+"""`python -m bench weights`: products with weights in every format, networks of them, and rivals.
 
 The products read matrices that no cache holds, as the layers of a network do, compared with a plain read of as many
 bytes and with the arithmetic peak of the same run. The network has the shape of Llama-3.2-1B and random weights;
-llama.cpp and OpenVINO read the same GGUF files with their default precision, transformers the f16 file in bf16.
+rivals read the same GGUF files with their default precision, transformers the f16 file in bf16. `--only popular`
+measures networks that people run, in the types of weights that they run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from bench.engine.matrices import Products
 from bench.engine.popular import ENGINES, Plan, measure_popular, results_of, rows_of, verdicts_of
 from bench.engine.rows import rows_table
 from bench.engine.shapes import POPULAR, SHAPES, Shape
-from bench.engine.weight_rivals import COMMON_FILES, GGUF_FILES, RIVALS, OpenVino, measure_each, write_files
+from bench.engine.weight_rivals import COMMON_FILES, GGUF_FILES, RIVALS, measure_each, write_files
 from bench.serving.measured import Measured
 from bench.support.blas import set_threads
 from bench.support.ceilings import BlockReader, byte_products, fma, huge_array
@@ -126,7 +127,7 @@ def candidates(engine: Any, name: str, vocabulary: int, context: int) -> Iterato
         return rng.integers(3, vocabulary, count, dtype=np.uint32)
 
     work, step = {"work": float(PROMPT)}, {"work": 1.0}
-    if isinstance(engine, OpenVino):  # by its own clock, over a new prompt each time, which no cache contains
+    if hasattr(engine, "first_token"):  # by a clock of its own, over a new prompt each time, which no cache contains
         yield "prefill", Candidate(name, seconds=lambda: engine.first_token(fresh(PROMPT)), facts=work)
         yield "decode", Candidate(name, seconds=lambda: engine.step(fresh(context), STEPS), facts=step)
         return
@@ -227,10 +228,13 @@ def popular_tables(tables: Tables, options: argparse.Namespace, folder: Path, th
         size = POPULAR[name].shape(layers, vocabulary)
         for file in ("q4_k_m",) if options.files is COMMON_FILES else options.files:
             path = _folder_of(size.what, folder) / f"{file}.gguf"
-            write_files(size, path.parent, (file,))
+            try:
+                write_files(size, path.parent, (file,))
+            except ImportError as error:
+                raise SystemExit(f"--only popular needs llama.cpp, which packs its files: {error}") from error
             found = measure_popular(options.rivals, path, size.vocabulary, threads, plan, measured)
             title = f"9d. {size.what}, {file}, {threads} thr"
-            tables.rows(title, *rows_of(found, plan), results_of(found, plan), *verdicts_of(found, plan))
+            tables.rows(title, *rows_of(found, plan), results_of(found, plan), verdicts_of(found, plan))
 
 
 def main(options: argparse.Namespace) -> int:

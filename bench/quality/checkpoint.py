@@ -59,7 +59,10 @@ CALIBRATED, BIASED, BARE = ", calibrated", ", biased keys", ", no residual"
 LATENT, CENTRED = ", as latents", ", centred"
 OF_16, OF_128 = ", residual of 16", ", residual of 128"
 # The format of keys; behind a slash that of values, where it is another one.
-NAMES = ("q8", "q6", "q8/q4", "q4/q8", "q6/q4", "q4/q6", "q4", "q8/q2", "q4/q2", "q2/q4", "q3", "q2")
+NAMES = (
+    "q8", "q6", "q8/q4", "q4/q8", "q6/q5", "q6/q4", "q4/q6", "q5", "q5/q4", "q4/q5", "q4", "q8/q2", "q4/q2", "q2/q4",
+    "q3", "q2",
+)
 MIXES = ("auto:5.0", "auto:3.5", "auto:3.0")  # formats of each layer
 RUNS = (
     "f16", *NAMES, "q4" + BARE, *(name + CALIBRATED for name in NAMES), "q4" + BARE + CALIBRATED,

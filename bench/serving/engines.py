@@ -287,20 +287,26 @@ class Mistral(Engine):
         del tokens, longest
         random = GgufFile(network.file).metadata.get("general.name") == "random"
         self._engine = MistralRs(network.file, threads, running, as_letters=random)
-        self._found: Queue[tuple[int, list[int]]] = Queue()
+        self._found: Queue[tuple[int, list[int] | Exception]] = Queue()
 
     def submit(self, key: int, prompt: Tokens, new: int) -> None:
         Thread(target=self._run, args=(key, prompt, new), daemon=True).start()
 
     def _run(self, key: int, prompt: Tokens, new: int) -> None:
-        for _ in self._engine.times(prompt, new):
-            self._found.put((key, [_UNKNOWN]))
+        try:
+            for _ in self._engine.times(prompt, new):
+                self._found.put((key, [_UNKNOWN]))
+        except Exception as error:
+            self._found.put((key, error))
 
     def step(self) -> list[tuple[int, list[int]]]:
         try:
-            return [self._found.get(timeout=0.01)]
+            key, found = self._found.get(timeout=0.01)
         except Empty:
             return []
+        if isinstance(found, Exception):
+            raise found
+        return [(key, found)]
 
 
 ENGINES: dict[str, type[Engine]] = {

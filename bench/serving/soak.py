@@ -209,7 +209,7 @@ def main(options: argparse.Namespace) -> int:
         with_template(options.model) as model,
         served(model, "--drain", "5", KVCACHE_API_KEYS=keys) as (address, process),
     ):
-        Soak(address, monotonic() + 2).ordinary(options.streams)
+        Soak(address, monotonic() + min(2.0, options.seconds)).ordinary(options.streams)
         before = resident(process)
         soak, others = Soak(address, monotonic() + options.seconds), multiprocessing.get_context("spawn")
         counted = others.SimpleQueue()
@@ -218,7 +218,7 @@ def main(options: argparse.Namespace) -> int:
         soak.ordinary(options.streams)
         soak.counts["hostile"] = counted.get()
         attack.join()
-        Soak(address, monotonic() + 5).ordinary(options.streams)
+        Soak(address, monotonic() + min(5.0, options.seconds)).ordinary(options.streams)
         after, peak = resident(process), resident(process, "VmHWM")
         others_after = sum(map(resident, children(process)))
     for kind, seconds in soak.longest.items():

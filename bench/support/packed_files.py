@@ -98,6 +98,8 @@ def write_packed(path: Path, entries: dict[str, Any], tensors: Tensors, values: 
 
 def _packed_rows(rows: npt.NDArray[Any], number: int) -> npt.NDArray[np.uint8]:
     """The bytes of rows as ggml packs them."""
+    if TYPES[number].name == "F16":
+        return rows.astype(np.float16).view(np.uint8)
     count, width = rows.shape
     floats, kind = np.ascontiguousarray(rows, np.float32), TYPES[number]
     packed = np.empty((count, width // kind.values * kind.bytes), np.uint8)

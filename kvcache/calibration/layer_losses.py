@@ -28,8 +28,8 @@ from kvcache.support.arguments import short
 __all__ = ["budget_of", "formats_within", "measure_losses"]
 
 # The loss of a layer in each format over that in q2: SmolLM2, keys and values alike within a third. The
-# squared errors of q6 and q8 are 1/17.64 and 1/289 of q4's: they have 63 and 255 steps for its 15.
-_SHARES = {"q2": 1.0, "q3": 0.22, "q4": 0.045, "q6": 0.045 / 17.64, "q8": 0.045 / 289}
+# squared errors of q5, q6 and q8 are 1/4.27, 1/17.64 and 1/289 of q4's: they have 31, 63 and 255 steps for its 15.
+_SHARES = {"q2": 1.0, "q3": 0.22, "q4": 0.045, "q5": 0.045 / 4.27, "q6": 0.045 / 17.64, "q8": 0.045 / 289}
 _TOKENS, _RESIDUAL = 512, 64  # without a residual, V counts for too much: of what is near
 _PREFIX = "auto:"
 

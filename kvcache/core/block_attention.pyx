@@ -169,7 +169,7 @@ cdef class Attention:
             sparse.all_up_to = tokens.shape[2] if indexed else -1
         else:
             self.store.reserve_summaries()
-            sparse.summaries, sparse.top_tokens = self.store.summaries.of_(layer), top_tokens
+            sparse.summaries, sparse.top_tokens = self.store.page_summaries.of_(layer), top_tokens
         self.reserve_scratch(kernels.sparse_scratch_bytes(args, &sparse, threads))
         with nogil:
             kernels.attend_sparse(args, &sparse, self.scratch, threads)

@@ -36,6 +36,7 @@ cdef class CallLock:
     cdef object behind          # a deque of `CallLock`s of higher levels: their releases wait for the end of this call
     cdef list torn              # the `MendingLock`s on this one whose `mend` must run
 
+    cdef bint is_inside(self) noexcept           # whether this thread holds it
     cdef bint take(self, bint wait) except -1    # False: another has it; InvalidOperationError: must not wait
     cdef bint comes_before(self, CallLock other)
     cdef int enter(self) except -1      # or InvalidOperationError; mends and runs the due releases first

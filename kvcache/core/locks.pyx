@@ -21,11 +21,27 @@ cdef extern from "pythread.h" nogil:
     PyLockStatus PyThread_acquire_lock_timed(PyThread_type_lock, long long microseconds, int interruptible)
 
 # The lock that this thread took last of those that it holds.
+# Any thread may read who owns a lock, to compare it with itself: what another one writes meanwhile never is.
 cdef extern from *:
     """
     static _Thread_local void *kvc_innermost_lock = NULL;
+    #define kvc_owner(owner) __atomic_load_n(owner, __ATOMIC_RELAXED)
+    #define kvc_own(owner, thread) __atomic_store_n(owner, thread, __ATOMIC_RELAXED)
+    #define kvc_count(counter) __atomic_add_fetch(counter, 1, __ATOMIC_RELAXED)
+    #ifdef Py_GIL_DISABLED
+    #define KVC_FREE_THREADS 1    /* another thread can come between any two steps of this file */
+    #define kvc_order_with_others() __atomic_thread_fence(__ATOMIC_SEQ_CST)
+    #else
+    #define KVC_FREE_THREADS 0
+    #define kvc_order_with_others()
+    #endif
     """
+    const bint KVC_FREE_THREADS
     void *kvc_innermost_lock
+    unsigned long kvc_owner(const unsigned long *owner) noexcept nogil
+    void kvc_own(unsigned long *owner, unsigned long thread) noexcept nogil
+    long long kvc_count(long long *counter) noexcept nogil
+    void kvc_order_with_others() noexcept nogil
 
 cdef void *innermost() noexcept nogil:
     return kvc_innermost_lock
@@ -41,13 +57,13 @@ cdef int acquire(PyThread_type_lock lock, unsigned long *owner) except -1:
     cdef unsigned long me = PyThread_get_thread_ident()
     cdef PyLockStatus status
     if PyThread_acquire_lock(lock, NOWAIT_LOCK):
-        owner[0] = me
+        kvc_own(owner, me)
         return 0
     while True:
         with nogil:
             status = PyThread_acquire_lock_timed(lock, -1, 1)
             if status == PY_LOCK_ACQUIRED:
-                owner[0] = me
+                kvc_own(owner, me)
         if status == PY_LOCK_ACQUIRED:
             return 0
         PyErr_CheckSignals()
@@ -68,14 +84,12 @@ cdef class CallLock:
     """
 
     def __cinit__(self, int level=1):
-        global _locks_made
         self.level = level
         self.lock = PyThread_allocate_lock()
         if self.lock == NULL:
             raise MemoryError("no memory for a lock")
         self.dues, self.behind, self.torn = deque(), deque(), []
-        _locks_made += 1
-        self.order = _locks_made
+        self.order = kvc_count(&_locks_made)
 
     def __dealloc__(self):
         if self.lock != NULL:
@@ -89,15 +103,18 @@ cdef class CallLock:
     @property
     def inside(self):
         """Whether this thread holds the lock."""
-        return self.owner == PyThread_get_thread_ident()
+        return self.is_inside()
+
+    cdef bint is_inside(self) noexcept:
+        return kvc_owner(&self.owner) == PyThread_get_thread_ident()
 
     cdef bint take(self, bint wait) except -1:
         cdef void *held = innermost()
         cdef unsigned long me = PyThread_get_thread_ident()
-        if self.owner == me:
+        if kvc_owner(&self.owner) == me:
             raise InvalidOperationError("expected no call of this object to be running on this thread, got one")
         if PyThread_acquire_lock(self.lock, NOWAIT_LOCK):
-            self.owner = me
+            kvc_own(&self.owner, me)
         elif not wait:
             return False
         elif held != NULL and not (<CallLock>held).comes_before(self):
@@ -151,18 +168,29 @@ cdef class CallLock:
         return 0
 
     cdef int leave(self) except -1:
+        cdef CallLock behind
+        cdef Py_ssize_t left
         try:
             self.run_dues()
         finally:
+            left = len(self.dues) if KVC_FREE_THREADS else 0    # that cannot run now
             set_innermost(self.outer)
-            self.owner = 0
+            kvc_own(&self.owner, 0)
             PyThread_release_lock(self.lock)
             while self.behind:
-                (<CallLock>self.behind.popleft()).settle()
+                try:
+                    behind = self.behind.popleft()
+                except IndexError:    # without the GIL, the thread that has the lock now may settle it too
+                    break
+                behind.settle()
+            kvc_order_with_others()    # either this thread finds what another one has queued just now,
+            if KVC_FREE_THREADS and <Py_ssize_t>len(self.dues) > left:
+                self.settle()
         return 0
 
     cdef int settle(self) except -1:
-        if not self.inside and self.take(False):
+        kvc_order_with_others()        # or that one finds the lock free
+        if not self.is_inside() and self.take(False):
             self.leave()
         return 0
 
@@ -187,7 +215,7 @@ cdef class CallLock:
         """A release of nothing: `attempt` then only mends."""
 
     cdef bint enter_to_release(self, object release, bint wait) except -1:
-        cdef CallLock below = None if self.inside else self.outermost_below()
+        cdef CallLock below = None if self.is_inside() else self.outermost_below()
         if below is not None:    # a release takes the locks of its parts, of which this thread is in a call
             self.dues.append(release)
             below.behind.append(self)
@@ -254,7 +282,7 @@ cdef class MendingLock:
     @property
     def inside(self):
         """Whether this thread holds the lock."""
-        return self.core.owner == PyThread_get_thread_ident()
+        return self.core.is_inside()
 
     cdef int tear(self) except -1:
         if self not in self.core.torn:

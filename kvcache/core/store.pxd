@@ -28,7 +28,7 @@ cdef class BlockStore:
     cdef readonly Spill spill          # where the blocks lie that are not in memory; None: all are
     cdef kvc_spill *spilled            # of it, or NULL
     cdef bint spills
-    cdef readonly PageSummaries summaries    # of the keys, for sparse attention; None until some are reserved
+    cdef PageSummaries page_summaries    # of the keys, for sparse attention; None until some are reserved
 
     # Of a layer that a call names, in range: where its blocks lie, and what is known of the keys of each head; NULL
     # without a calibration.

@@ -4,6 +4,7 @@ It knows bytes and runs, nothing of references and sequences; those are the pool
 Values are checked here, once, before the first byte changes.
 """
 
+cimport cython
 cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint16_t
 from libc.string cimport memcmp, memcpy
@@ -138,8 +139,15 @@ cdef class BlockStore:
 
     @property
     def span(self):
-        """The address of the memory, and its bytes."""
-        return <size_t>self.memory.bytes, self.memory.nbytes
+        """The address of the memory, and its bytes; asked for without the lock too."""
+        with cython.critical_section(self):
+            return <size_t>self.memory.bytes, self.memory.nbytes
+
+    @property
+    def summaries(self):
+        """The `PageSummaries`, or None; asked for without the lock too."""
+        with cython.critical_section(self):
+            return self.page_summaries
 
     @property
     def bookkeeping(self):
@@ -331,14 +339,16 @@ cdef class BlockStore:
         Raises:
             OutOfMemoryError: the system refuses the memory (in bytes).
         """
-        if self.summaries is not None:
+        if self.page_summaries is not None:
             return
-        self.summaries = PageSummaries(self.layouts, self.num_blocks)
+        summaries = PageSummaries(self.layouts, self.num_blocks)
+        with cython.critical_section(self):
+            self.page_summaries = summaries
 
     def check_summaries(self):
         """Verify that the summaries of keys are those of the stored keys; AssertionError: naming which are not."""
-        if self.summaries is not None:
-            self.summaries.check(PageSummaries(self.layouts, self.num_blocks), <size_t>self.arena, self.spill)
+        if self.page_summaries is not None:
+            self.page_summaries.check(PageSummaries(self.layouts, self.num_blocks), <size_t>self.arena, self.spill)
 
     # -- below the shell ------------------------------------------------------------------------------------
 
@@ -389,7 +399,8 @@ cdef class BlockStore:
 
     cdef void _take(self, MappedMemory memory, int32_t num_blocks):
         cdef size_t blocks = self.layouts.starts[self.num_layers] * <size_t>num_blocks
-        self.memory, self.arena, self.num_blocks = memory, memory.bytes, num_blocks
+        with cython.critical_section(self):
+            self.memory, self.arena, self.num_blocks = memory, memory.bytes, num_blocks
         if self.spills:
             blocks = (blocks + APART - 1) // APART * APART
         self.written_slots = <uint16_t *>(memory.bytes + blocks)    # behind the blocks, whose sizes are even
@@ -400,7 +411,8 @@ cdef class BlockStore:
         cdef size_t size, first, offset
         cdef int32_t layer, block, count = self.num_blocks
         self._take(memory, num_blocks)
-        self.summaries = None    # of fewer blocks
+        with cython.critical_section(self):
+            self.page_summaries = None    # of fewer blocks
         with nogil:
             for layer in range(self.num_layers):
                 size, first = self.layouts.of[layer].block_bytes, self.layouts.starts[layer] * <size_t>count
@@ -507,12 +519,12 @@ cdef class BlockStore:
         cdef int64_t i
         for i in range(num_runs):
             self.written_slots[runs[i].block] = max(self.written_slots[runs[i].block], runs[i].stop)
-            if self.summaries is not None:
-                self.summaries.forget_(0 if self.separate else layer, runs[i].block, runs[i].first, runs[i].stop)
+            if self.page_summaries is not None:
+                self.page_summaries.forget_(0 if self.separate else layer, runs[i].block, runs[i].first, runs[i].stop)
 
     cdef void forget_(self, int32_t block, int first, int stop) noexcept nogil:
-        if self.summaries is not None:
-            self.summaries.forget_(-1, block, first, stop)
+        if self.page_summaries is not None:
+            self.page_summaries.forget_(-1, block, first, stop)
 
     cdef int check_values_(self, KvRows rows, int64_t layer) except -1:
         cdef const kvc_layout *layout = self.layouts.of_(layer)

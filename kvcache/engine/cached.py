@@ -253,7 +253,7 @@ class PrefixCachedEngine(ChatEngine):
             return []
         with self._requests.call:
             try:
-                with HeldTexts(self._pool) as held:
+                with HeldTexts(self._pool, None) as held:
                     self._run_seen(placed.prefix, namespace, 0, held)
                     return placed.uses(held.cached) or []
             finally:
@@ -479,7 +479,7 @@ class PrefixCachedEngine(ChatEngine):
         text = Text(request.tokens, namespace, request.prefix, request.adapter)
         text.parts_at = request.parts_at
         if isinstance(request.prefix, SeenParts):
-            with HeldTexts(self._pool) as held:
+            with HeldTexts(self._pool, request.prefix) as held:
                 self._run_seen(request.prefix, namespace, text.reach, held)
                 request.cached_texts = held.cached
                 rows, ran = self._run(text, request.progress, held.starts(request.prefix))
@@ -506,13 +506,13 @@ class PrefixCachedEngine(ChatEngine):
                 held.add(part, text, text.num_tokens - ran)
 
     def _run(
-        self, text: Text, progress: Progress | None = None, parts: Sequence[PartStart] = ()
+        self, text: Text, progress: Progress | None = None, parts: Sequence[Sequence[PartStart]] = ()
     ) -> tuple[Float32, int]:
         """Run a prompt behind its cached blocks; returns the rows of its last token, and how many tokens ran.
 
         Args:
             progress: see `chat`.
-            parts: that it sees.
+            parts: that it sees, of each group.
         """
         current, forward = self._sequence, self._sequence.forward
         text.regime = forward.regime(text.reach)

@@ -104,7 +104,7 @@ class CurrentText:
             self._become(prefix, adapter=adapter)
             return {}
         try:
-            with HeldTexts(self.pool) as held:
+            with HeldTexts(self.pool, prefix) as held:
                 self._become(None)
                 for part in prefix.texts:
                     self._run_seen(part, held, max(least, prefix.num_tokens))
@@ -115,7 +115,7 @@ class CurrentText:
             raise
 
     def _become(
-        self, prefix: Behind | None, parts: Sequence[PartStart] = (), least: int = 0,
+        self, prefix: Behind | None, parts: Sequence[Sequence[PartStart]] = (), least: int = 0,
         adapter: TextAdapter | None = None,
     ) -> None:
         text = Text(_NO_TOKENS, prefix=prefix, adapter=adapter)
@@ -127,13 +127,22 @@ class CurrentText:
         """Run the text of a part, behind what it shares with the text that ran before it, and hold it."""
         text, tokens = self.text, part.tokens
         pos = min(common_tokens([text.tokens, tokens]), len(tokens) - 1) if text.prefix is part.behind else 0
-        if pos:
+        if pos and self._may_cut(text, pos):
             self.pool.cut(text, pos)
             text.num_tokens = pos
         else:
+            pos = 0
             self._become(part.behind, held.starts(part.behind), least)
         self.extend(tokens[pos:], self.text.base + pos, whole=least)
         held.add(part, self.text, pos)
+
+    def _may_cut(self, text: Text, pos: int) -> bool:
+        """Whether a text still has what a query at `pos` reads."""
+        try:
+            self.pool.expect(text, pos)
+        except InvalidOperationError:
+            return False
+        return True
 
     def _end_old(self, text: Text) -> None:
         """End the text, and what an exception has left; take another one, which has no sequence yet."""
@@ -141,19 +150,19 @@ class CurrentText:
         self.version += 1
         self.pool.settle()
 
-    def start(self, text: Text, arrived: Arrived | None = None, parts: Sequence[PartStart] = ()) -> int:
+    def start(self, text: Text, arrived: Arrived | None = None, parts: Sequence[Sequence[PartStart]] = ()) -> int:
         """Become a text with its longest cached prefix; returns the number of tokens that the index has of it.
 
         Args:
             arrived: see `Pool.start`.
-            parts: that it sees.
+            parts: that it sees, of each group.
         """
         self._end_old(text)
         try:
             with ExitStack() as held:
                 found, starts = self.pool.shared.hold(text, text.num_tokens, held, arrived)
                 if parts:
-                    starts = [each._replace(parts=parts) for each in starts]
+                    starts = [each._replace(parts=own) for each, own in zip(starts, parts, strict=True)]
                 self.pool.begin(text, found, starts, 0)
                 return starts[0].cached
         except Exception:

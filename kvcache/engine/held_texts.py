@@ -6,8 +6,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from kvcache.texts.block_index import PartStart
-from kvcache.texts.kinds.whole import WholeLayers
+from kvcache.texts.block_index import CachedStart, PartStart
 from kvcache.texts.seen_parts import SeenPart, SeenParts, TextKey
 
 if TYPE_CHECKING:
@@ -22,15 +21,16 @@ class HeldTexts:
 
     Args:
         pool: K and V.
+        prefix: what they are held for; None: for whatever may stand behind them.
 
     Attributes:
         cached: for each text how many of its tokens did not run.
     """
 
-    def __init__(self, pool: Pool) -> None:
-        assert isinstance(pool.counted, WholeLayers), "parts are seen by layers that keep all tokens"
-        self._pool, self._whole = pool, pool.counted
-        self._ids: dict[TextKey, int] = {}
+    def __init__(self, pool: Pool, prefix: SeenParts | None) -> None:
+        self._pool, self._groups = pool, pool.part_groups
+        self._reaches = {} if prefix is None else prefix.reaches()
+        self._ids: dict[TextKey, list[int]] = {}  # of each group
         self.cached: dict[TextKey, int] = {}
 
     def __enter__(self) -> HeldTexts:
@@ -39,27 +39,38 @@ class HeldTexts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._whole.release(list(self._ids.values()))
+        for number, (_, group) in enumerate(self._groups):
+            group.release([ids[number] for ids in self._ids.values() if number < len(ids)])
 
     def find(self, part: SeenPart, space: Any) -> bool:
         """Hold a text that is cached as a whole; whether it is."""
-        if self._pool.block_index is None:
-            return False
         with ExitStack() as held:
-            start = self._pool.block_index.hold_part(part, space, held, again=False)
-            if start is None:
+            starts = self._pool.shared.hold_text(part.tokens, self._reaches.get(part.key, 0), space, held)
+            if starts is None:
                 return False
-            self._ids[part.key] = self._whole.hold_blocks(start)
+            self._hold(part, [starts[i] for i, _ in self._groups])
             self.cached[part.key] = len(part.tokens)
             return True
 
     def add(self, part: SeenPart, text: Text, cached: int) -> None:
         """Hold a text that has run, `cached` tokens of which have not."""
         self._pool.keep_whole(text)
-        self._ids[part.key] = self._whole.hold_text(text)
+        gap = self._reaches.get(part.key, 0)
+        self._hold(part, [group.end_of(text, i, gap) for i, group in self._groups])
         self.cached[part.key] = cached
 
-    def starts(self, prefix: SeenParts | None) -> list[PartStart]:
-        """The parts of texts that are held."""
-        parts = () if prefix is None else prefix.parts
-        return [self._whole.start_of(self._ids[part.key], part) for part in parts]
+    def _hold(self, part: SeenPart, starts: list[CachedStart]) -> None:
+        self._ids[part.key] = ids = []
+        for (_, group), start in zip(self._groups, starts, strict=True):
+            ids.append(group.hold_blocks(start))
+
+    def starts(self, prefix: SeenParts | None) -> list[list[PartStart]]:
+        """The parts of texts that are held, for each group."""
+        found: list[list[PartStart]] = []
+        for number, (_, group) in enumerate(self._groups):
+            found.append([])
+            for part, gap in () if prefix is None else zip(prefix.parts, prefix.gaps, strict=True):
+                seq_id, length = self._ids[part.key][number], len(part.tokens)
+                start = group.held_start(seq_id, length, self._reaches.get(part.key, 0))
+                found[-1].append(group.part_start(start, part, gap))
+        return found

@@ -40,24 +40,53 @@ cdef class Turns:
                 wait while it holds a lock.
         """
         cdef Turn turn = Turn.__new__(Turn)
-        cdef Turn other
-        if self.thread == PyThread_get_thread_ident():
-            other = <Turn>self.turn
-            if other.version == -1 or other.version == version:
-                raise InvalidOperationError("expected no open stream of this thread on this engine, got one")
-            other.give_back()
+        cdef unsigned long me = PyThread_get_thread_ident(), taker
+        if self.has_thread(me) and not self.give_back_stale(me, version):
+            raise InvalidOperationError("expected no open stream of this thread on this engine, got one")
         if not PyThread_acquire_lock(self.lock, NOWAIT_LOCK):
             if innermost() != NULL:    # the stream that has the turn may need a lock of this thread
                 raise InvalidOperationError("expected no other call of this thread to be running, got one")
-            acquire(self.lock, &self.thread)
-        self.thread = PyThread_get_thread_ident()
-        turn.turns, turn.version, self.turn = self, -1, <void *>turn
+            acquire(self.lock, &taker)
+        turn.turns, turn.version, turn.number = self, -1, self.begin(me)
         return turn
 
-    cdef int give_back_(self) except -1:
-        self.turn, self.thread = NULL, 0
+    @cython.critical_section
+    cdef bint has_thread(self, unsigned long thread) noexcept:
+        return self.thread == thread
+
+    @cython.critical_section
+    cdef bint give_back_stale(self, unsigned long thread, long long version) noexcept:
+        """Give back the turn of this thread if the state has changed; False: it has not."""
+        if self.thread == thread:
+            if self.version == -1 or self.version == version:
+                return False
+            self.end()
+        return True
+
+    @cython.critical_section
+    cdef long long begin(self, unsigned long thread) noexcept:
+        self.last += 1
+        self.turn, self.thread, self.version = self.last, thread, -1
+        return self.last
+
+    @cython.critical_section
+    cdef void go_on(self, long long turn, unsigned long thread) noexcept:
+        if self.turn == turn:
+            self.thread = thread
+
+    @cython.critical_section
+    cdef void leave(self, long long turn, long long version) noexcept:
+        if self.turn == turn:
+            self.version = version
+
+    @cython.critical_section
+    cdef void give_back(self, long long turn) noexcept:
+        if self.turn == turn:
+            self.end()
+
+    cdef void end(self) noexcept:
+        self.turn = self.thread = 0
         PyThread_release_lock(self.lock)
-        return 0
 
 
 @cython.no_gc_clear
@@ -77,22 +106,22 @@ cdef class Turn:
         if version != self.version:
             raise InvalidOperationError("another call has changed the sequence that this stream continues")
         if self.turns is not None:
-            self.turns.thread = PyThread_get_thread_ident()
+            self.turns.go_on(self.number, PyThread_get_thread_ident())
 
     def leave(self, long long version):
         """End a step and record the version of the state."""
         self.version = version
+        if self.turns is not None:
+            self.turns.leave(self.number, version)
 
     def give_back(self):
         """Free the turn for the next one. The second call does nothing."""
-        cdef Turns turns = self.turns
-        if turns is not None:
-            self.turns = None
-            turns.give_back_()
+        if self.turns is not None:
+            self.turns.give_back(self.number)
 
     def __dealloc__(self):
         if self.turns is not None:
-            self.turns.give_back_()
+            self.turns.give_back(self.number)
 
 
 cdef class CallInTurn:
@@ -110,7 +139,7 @@ cdef class CallInTurn:
 
     def __enter__(self):
         cdef Turn turn = None
-        if self.turns.thread != PyThread_get_thread_ident():
+        if not self.turns.has_thread(PyThread_get_thread_ident()):
             turn = self.turns.take(-1)
         self.lock.__enter__()    # if it raises, `turn` is freed and so given back
         self.turn = turn

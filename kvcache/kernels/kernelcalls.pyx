@@ -164,13 +164,13 @@ def clear(Layout layout, arena, int block, int slot, int count):
 def attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=None, out=None, scores=None, lse=None,
            hidden_tokens=0, starts=None, window=0, chunked=False, softcap=0.0, sinks=None, whole=False, ahead=0,
            tree=None, int threads=1, scratch=None, centres=None, residuals=None, Layout residual_layout=None,
-           residual_arena=None):
+           residual_arena=None, firsts=None):
     """sequences: (runs, num_queries, sink_tokens) each. Fills and returns out (and scores, where given), and lse.
 
     starts: the text position of each sequence's first token, 0 by default. window, softcap: 0 for none. chunked:
     queries see the positions from the last multiple of window on. ahead: the tokens after its own that a query sees.
     scores: of two dimensions for those of each KV head. sinks: of two for those of each query. tree: int64
-    (2, queries), parents and depths, not checked beyond its shape. scratch: a function of a number of bytes that gives
+    (2, queries), parents and depths, not checked beyond its shape. firsts: int64 (queries,), not checked. scratch: a function of a number of bytes that gives
     a uint8 array, by default np.empty. centres: of keys, as of `write`. residuals: the runs of each sequence's
     residual, over `residual_arena`; its scores follow those of the sequence.
     """
@@ -203,6 +203,8 @@ def attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=None
             if tree is not None:
                 seqs[i].parents = <const int64_t *><size_t>tree[0, total_queries:].ctypes.data
                 seqs[i].depths = <const int64_t *><size_t>tree[1, total_queries:].ctypes.data
+            if firsts is not None:
+                seqs[i].firsts = <const int64_t *><size_t>firsts[total_queries:].ctypes.data
             total_queries += num_queries
             total_tokens += seqs[i].num_tokens - seqs[i].hidden_tokens
             if residuals is not None:

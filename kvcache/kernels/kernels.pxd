@@ -113,6 +113,7 @@ cdef extern from "kvc.h" nogil:
         int32_t whole               # 1: every query sees all tokens that are not hidden
         const int64_t *parents      # NULL, or a tree: of each query its parent, or -1
         const int64_t *depths       # and its number of ancestors
+        const int64_t *firsts       # NULL, or of each query the number of first tokens that it does not see, ascending
 
     ctypedef struct kvc_attend_args:    # softmax(q K^T * scale) V
         const kvc_layout *layout

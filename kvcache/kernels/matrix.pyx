@@ -11,6 +11,7 @@ from collections import namedtuple
 
 import numpy as np
 
+cimport cython
 cimport numpy as cnp
 from libc.stdint cimport int64_t, uint16_t, uintptr_t
 from libc.string cimport memcpy
@@ -390,7 +391,9 @@ cdef class Matrix:
         cdef size_t size = matmul_scratch_bytes(&args, threads)
         scratch = Piece(size)
         args.prepared = scratch.bytes
-        self.scratch_bytes = max(self.scratch_bytes, size)
+        if size > self.scratch_bytes:
+            with cython.critical_section(self):
+                self.scratch_bytes = max(self.scratch_bytes, size)
         with nogil:
             matmul(level, &args, threads)
         return 0

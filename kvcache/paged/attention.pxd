@@ -55,5 +55,7 @@ cdef class SequenceAttention:
     cdef object _collect_masses(self, cnp.ndarray parts, cnp.ndarray shown, int64_t n)
     # ValueError for arguments that a residual excludes.
     cdef int _refuse(self, QueriedSequences sequences, AttentionCall call, object sink_queries) except -1
+    # ValueError where a query does not see fewer first tokens than the one before.
+    cdef int _check_firsts(self, uint64_t seq_id, int64_t count, const int64_t *firsts) except -1
     # The number of ancestors of each query of a tree; ValueError where a parent is not an earlier query, or -1.
     cdef int _measure(self, uint64_t seq_id, int64_t count, const int64_t *parents, int64_t *depths) except -1

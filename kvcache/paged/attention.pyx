@@ -90,6 +90,8 @@ cdef class SequenceAttention:
                 raise ValueError(f"mask: expected {q.shape[0]} numbers, one per query, got {parents.shape[0]}")
             if not call.causal:
                 raise ValueError("causal: expected True beside mask, got False")
+            if sequences.firsts is not None:
+                raise ValueError("firsts: expected None beside mask, got an array")
             tree = np.empty((2, q.shape[0]), np.int64)
             tree[0] = parents
         to = None if out is None else as_output(out)
@@ -182,7 +184,8 @@ cdef class SequenceAttention:
         if call.top_tokens and sequences.tokens is not None:
             raise ValueError(f"top_tokens: expected None beside tokens, got {call.top_tokens}")
         call.check_plain_(own)
-        for name, value in (("sink_queries", sink_queries), ("starts", sequences.starts), ("mask", sequences.parents)):
+        for name, value in (("sink_queries", sink_queries), ("starts", sequences.starts), ("mask", sequences.parents),
+                            ("firsts", sequences.firsts)):
             if value is not None:
                 raise ValueError(f"{name}: expected None beside {own}, got {short(value.tolist())}")
         if call.top_tokens and self.attention.store.layout.latent:
@@ -243,6 +246,7 @@ cdef class SequenceAttention:
         cdef const int64_t *length = numbers(sequences.lens, n, "query_lens")
         cdef const int64_t *show = numbers(sequences.shown, n, "context_lens")
         cdef const int64_t *first = numbers(sequences.starts, n, "starts")
+        cdef const int64_t *firsts = NULL
         cdef int64_t *parents = NULL
         cdef Sequence *seq
         cdef kvc_seq *out
@@ -278,6 +282,25 @@ cdef class SequenceAttention:
                 out.parents, out.depths = parents, parents + num_queries
                 self._measure(id[i], out.num_queries, parents, parents + num_queries)
                 parents += out.num_queries
+        if sequences.firsts is not None:
+            if sequences.firsts.shape[0] != num_queries:
+                raise ValueError(f"firsts: expected {num_queries} numbers, one per query, "
+                                 f"got {sequences.firsts.shape[0]}")
+            firsts = <const int64_t *>cnp.PyArray_DATA(sequences.firsts)
+            for i in range(n):
+                out = &self.attention.seqs[i]
+                out.firsts = firsts
+                self._check_firsts(id[i], out.num_queries, firsts)
+                firsts += out.num_queries
+        return 0
+
+    cdef int _check_firsts(self, uint64_t seq_id, int64_t count, const int64_t *firsts) except -1:
+        cdef int64_t i, before = 0
+        for i in range(count):
+            if firsts[i] < before:
+                raise ValueError(f"firsts: expected at least {before} of query {i} of sequence {seq_id}, none below "
+                                 f"that of the query before, got {firsts[i]}")
+            before = firsts[i]
         return 0
 
     cdef int _measure(self, uint64_t seq_id, int64_t count, const int64_t *parents, int64_t *depths) except -1:
@@ -295,10 +318,10 @@ cdef class SequenceAttention:
         for name, fixed, value in (("sink_queries", None, sink_queries), ("window", None, call.window),
                                    ("starts", None, sequences.starts), ("causal", True, call.causal),
                                    ("mask", None, sequences.parents), ("skip_tokens", 0, call.skip_tokens),
-                                   ("tokens", None, sequences.tokens)):
+                                   ("tokens", None, sequences.tokens), ("firsts", None, sequences.firsts)):
             if value is not fixed and (fixed is None or value != fixed):
                 lengths = f"residual_length {self.residual.length} and first_tokens {self.residual.firsts}"
-                got = short(value.tolist() if name in ("starts", "mask", "tokens") else value)
+                got = short(value.tolist() if name in ("starts", "mask", "tokens", "firsts") else value)
                 raise ValueError(f"{name}: expected {fixed} with {lengths}, got {got}")
         return 0
 

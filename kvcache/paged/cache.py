@@ -100,10 +100,10 @@ class PagedKvCache:
         num_layers: layers; every block holds its tokens' K and V of all of them.
         separate_layers: a sequence, and so a block, holds tokens of one layer. A text has a sequence for each layer, so
             its layers may keep different tokens. Every call names the sequence's layer. All layers have one format.
-        dtype: storage format, "f32", "f16", "q8", "q6", "q4", "q3" or "q2"; `key_dtype`, `value_dtype` name them apart.
-            The quantised ones keep a scale and a minimum in f16 per token and head, and codes of exactly that
-            many bits. A list or tuple has one for each layer. A `Format` in Python is applied to what is written, and
-            stored in f32.
+        dtype: storage format, "f32", "f16", "q8", "q6", "q5", "q4", "q3" or "q2"; `key_dtype`, `value_dtype` name
+            them apart. The quantised ones keep a scale and a minimum in f16 per token and head, and codes of exactly
+            that many bits. A list or tuple has one for each layer. A `Format` in Python is applied to what is written,
+            and stored in f32.
         rotate: whether quantised rows are stored under a Hadamard rotation, which spreads outlier channels
             (QuaRot, arXiv 2404.00456, section 4): "auto" where their head_dim is a power of two, True, or False.
         eviction_strategy: which sequence is evicted first, by default `EvictionStrategy.LRU()`.
@@ -566,6 +566,7 @@ class PagedKvCache:
         sinks: npt.ArrayLike | None = None, starts: npt.ArrayLike | None = None,
         causal: bool = True, mask: npt.ArrayLike | None = None, skip_tokens: int = 0,
         top_tokens: int | None = None, tokens: npt.ArrayLike | None = None, chunked: bool = False,
+        firsts: npt.ArrayLike | None = None,
     ) -> Any:
         """softmax(q K^T scale) V straight over the blocks: decode, prefill chunks or both mixed in one call.
 
@@ -588,7 +589,8 @@ class PagedKvCache:
         With `residual_length` each query reads the tokens of its own group in f16, with `first_tokens` the first ones:
         what is attended there and in the packed rows is merged. With `residual_length` a sequence keeps f16 rows only
         from the group on in which its last `append` began, so it can have queries of these tokens alone: ValueError for
-        more. `sink_queries`, `window`, `starts`, `causal`, `mask` and `skip_tokens` keep their defaults: ValueError.
+        more. `sink_queries`, `window`, `starts`, `causal`, `mask`, `skip_tokens` and `firsts` keep their defaults:
+        ValueError.
         With `context_lens` each sequence has one query at most, that of the last token that is shown.
 
         Args:
@@ -606,6 +608,8 @@ class PagedKvCache:
                 part of the context is attended elsewhere, `merge_attention` merges the parts. A sequence may then be
                 named several times, with different queries. The output of a query that sees no token is 0.
             skip_tokens: how many tokens at the front of each sequence no query sees, as if a window had left them.
+            firsts: integers `(total_queries,)`: the same of each query, beside `skip_tokens` and `window`; those of a
+                sequence ascend. For sequences whose tokens have positions that are not their places in the sequence.
             return_lse: also return the log-sum-exp of each query's scores, which merging needs; -inf without tokens.
             window: the query at position p sees positions p - window + 1 to p. Tokens that no query sees are not read.
             chunked: it sees positions p // window * window to p instead: its own chunk of `window` positions.
@@ -621,14 +625,14 @@ class PagedKvCache:
             mask: integers `(total_queries,)`, a tree: each query's parent, the index of an earlier query of its
                 sequence, or -1. A query sees the tokens before the queries', its ancestors' and its own; its position
                 is the first behind those tokens plus the number of its ancestors. If each parent is the query before,
-                bits are those without `mask`.
+                bits are those without `mask`. Without `firsts`: ValueError.
             top_tokens: each KV head attends to the pages of 16 tokens that its query heads choose, to the first 16 and
                 to the newest 64 to 79; by default, and where there are less than four times as many, to all. The
                 mean and the variance of the keys of each page, kept beside the blocks (1/16 of packed K and V in q4),
                 rank them. Those that are read hold 1.75 times `top_tokens` tokens, so that they have most of the best
                 ones; all are attended. What is chosen is a function of the tokens that the query sees and of its
                 position. The block size is a multiple of 16. Without evicted tokens, `latent`, `window`, `starts`,
-                `mask`, `sink_queries`, `skip_tokens` and `return_scores`: ValueError.
+                `mask`, `sink_queries`, `skip_tokens`, `firsts` and `return_scores`: ValueError.
             tokens: integers `(total_queries, num_heads, n)`: the tokens that each KV head attends to for a query, and
                 no others: ascending, seen by the query, then -1 up to n. Without tokens the output is 0. For networks
                 whose own indexer chooses (`choose_tokens`). Without `top_tokens`, what that excludes but for `latent`,
@@ -639,7 +643,7 @@ class PagedKvCache:
             `return_scores`: float32 `(total tokens shown,)`, one sequence after another; "head": `(num_heads, ...)`;
             `return_lse`: float32 `(total_queries, num_query_heads)`, natural logarithms.
         """
-        sequences = QueriedSequences(seq_ids, query_lens, context_lens, starts, mask, tokens)
+        sequences = QueriedSequences(seq_ids, query_lens, context_lens, starts, mask, tokens, firsts)
         call = AttentionCall(
             scale, window, softcap, sinks, bool(causal), skip_tokens, return_scores, bool(return_lse), top_tokens,
             bool(chunked),

@@ -12,6 +12,7 @@ class QueriedSequences:
     shown: Int64 | None
     starts: Int64 | None
     parents: Int64 | None
+    firsts: Int64 | None
     tokens: npt.NDArray[np.int32] | None
     def __init__(
         self,
@@ -21,5 +22,6 @@ class QueriedSequences:
         starts: npt.ArrayLike | None = None,
         mask: npt.ArrayLike | None = None,
         tokens: npt.ArrayLike | None = None,
+        firsts: npt.ArrayLike | None = None,
     ) -> None: ...
     def kept(self: Self) -> Self: ...

@@ -21,7 +21,8 @@ cdef class QueriedSequences:
         TypeError, ValueError: not integers in one dimension. Each call checks the numbers themselves.
     """
 
-    def __cinit__(self, seq_ids, query_lens=None, context_lens=None, starts=None, mask=None, tokens=None):
+    def __cinit__(self, seq_ids, query_lens=None, context_lens=None, starts=None, mask=None, tokens=None,
+                  firsts=None):
         self.ids = uint64_ids(seq_ids)
         self.lens = _indices(query_lens, "query_lens")
         self.shown = _indices(context_lens, "context_lens")
@@ -29,6 +30,8 @@ cdef class QueriedSequences:
         self.parents = _indices(mask, "mask")
         if tokens is not None:
             self.tokens = _numbers(tokens)
+        if firsts is not None:
+            self.firsts = _copy(_indices(firsts, "firsts"))    # as of `tokens`
 
     def kept(self):
         """The sequences, for later calls too: with copies of the arrays."""

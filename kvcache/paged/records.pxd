@@ -92,13 +92,14 @@ cdef class SequenceRecords:
     cdef int64_t most_idle    # the bound of `idle_room`
 
     cdef int32_t find(self, uint64_t seq_id) except -1            # its row, or SequenceNotFoundError
+    cdef int64_t uid_(self, uint64_t seq_id) noexcept             # see `BlockTables.uid`
     cdef int refuse_taken(self, uint64_t seq_id) except -1        # or InvalidOperationError
 
     # A row for a new, empty sequence: room for the given numbers of runs of its tokens and residual, -1: it has none.
     # `holes`: the tokens have positions of their own.
     cdef int32_t open_(self, uint64_t seq_id, int64_t num_runs, bint holes, int64_t residual_runs) except -1
-    cdef void close_(self, int32_t row) noexcept nogil
-    cdef void swap_ids_(self, int32_t first, int32_t second) noexcept nogil
+    cdef void close_(self, int32_t row) noexcept
+    cdef void swap_ids_(self, int32_t first, int32_t second) noexcept
 
     # Room for `num_runs` runs in all.
     cdef int reserve_(self, RunList *held, int64_t num_runs) except -1

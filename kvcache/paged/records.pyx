@@ -1,5 +1,6 @@
 """The records of sequences, in rows that keep their room for the next sequence; see paged/records.pxd."""
 
+cimport cython
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memset
@@ -69,6 +70,12 @@ cdef class SequenceRecords:
             raise InvalidOperationError(f"sequence {seq_id} already exists")
         return 0
 
+    @cython.critical_section
+    cdef int64_t uid_(self, uint64_t seq_id) noexcept:
+        cdef int32_t row = self.row_by_id.get(seq_id)
+        return -1 if row < 0 else self.seqs[row].uid
+
+    @cython.critical_section
     cdef int32_t open_(self, uint64_t seq_id, int64_t num_runs, bint holes, int64_t residual_runs) except -1:
         if self.num_spare == 0:
             self._grow()
@@ -91,7 +98,8 @@ cdef class SequenceRecords:
         self.row_by_id.put(seq_id, row)
         return row
 
-    cdef void close_(self, int32_t row) noexcept nogil:
+    @cython.critical_section
+    cdef void close_(self, int32_t row) noexcept:
         cdef Sequence *seq = &self.seqs[row]
         self.row_by_id.drop(seq.seq_id)
         self.spare[self.num_spare] = row
@@ -100,7 +108,8 @@ cdef class SequenceRecords:
         self._leave_room(&seq.tokens)
         self._leave_room(&seq.residual)
 
-    cdef void swap_ids_(self, int32_t first, int32_t second) noexcept nogil:
+    @cython.critical_section
+    cdef void swap_ids_(self, int32_t first, int32_t second) noexcept:
         cdef Sequence *a = &self.seqs[first]
         cdef Sequence *b = &self.seqs[second]
         a.seq_id, b.seq_id = b.seq_id, a.seq_id

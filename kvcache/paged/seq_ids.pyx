@@ -3,6 +3,7 @@
 Every decoding step converts ids, so the two usual inputs, a uint64 array and a list of ints, do without NumPy.
 """
 
+cimport cython
 cimport numpy as cnp
 from cpython.list cimport PyList_CheckExact
 from cpython.long cimport PyLong_AsUnsignedLongLong, PyLong_CheckExact
@@ -21,7 +22,8 @@ cdef cnp.ndarray uint64_ids(object ids, str name="seq_ids"):
     if is_plain(ids, cnp.NPY_UINT64, 1):
         return ids
     if PyList_CheckExact(ids):
-        array = from_list(ids, name)
+        with cython.critical_section(ids):    # no other thread changes it meanwhile
+            array = from_list(ids, name)
         if array is not None:
             return array
     return from_array(as_integers(ids, name), name)

@@ -1,7 +1,6 @@
 """The verbs of a paged cache over its sequences: table, bytes and lock together; see paged/sequences.pxd."""
 
 cimport numpy as cnp
-from cpython.pythread cimport PyThread_get_thread_ident
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memset
@@ -30,11 +29,6 @@ from kvcache.support.arguments import described
 __all__ = ["PagedSequences"]
 
 cnp.import_array()
-
-
-cdef inline bint is_inside(CallLock lock) noexcept:
-    """Whether this thread holds the lock."""
-    return lock.owner == PyThread_get_thread_ident()
 
 
 cdef class PagedSequences:
@@ -101,14 +95,14 @@ cdef class PagedSequences:
 
     def free(self, uint64_t seq_id):
         """End a sequence; inside another call of this thread, when that call ends."""
-        if is_inside(self.lock):
+        if self.lock.is_inside():
             self.table.records.find(seq_id)
         self.lock.run_to_release(partial(self.table.free, seq_id), True)
         self.store.trim_()
 
     def free_batch(self, seq_ids):
         """End many sequences; inside another call of this thread, when that call ends."""
-        if not is_inside(self.lock):
+        if not self.lock.is_inside():
             self.lock.run_to_release(partial(self.table.free_batch, seq_ids), True)
             self.store.trim_()
             return

@@ -51,7 +51,7 @@ cdef class BlockTables:
     cdef int fork_(self, const uint64_t *sources, const uint64_t *targets, int64_t n) except -1
     cdef int truncate_(self, const uint64_t *ids, const int64_t *counts, int64_t n) except -1
     cdef int free_(self, const uint64_t *ids, int64_t n) except -1
-    cdef bint end_(self, int32_t row) noexcept nogil          # True: a block has one reference left
+    cdef bint end_(self, int32_t row) noexcept                # True: a block has one reference left
     cdef object compact_(self, uint64_t seq_id)               # see RunLists.compact_
     cdef int keep_(self, int32_t row, const int64_t *bounds, int64_t ranges) except -1    # see `select_` of RunLists
     cdef int pack_(self, uint64_t seq_id, int64_t num_tokens) except -1     # the first tokens are read packed

@@ -95,9 +95,11 @@ cdef class BlockTables:
         return self.records.row_by_id.keys_list()
 
     def uid(self, uint64_t seq_id):
-        """A number that no other sequence ever has, also under the same id; -1 when there is no such id."""
-        cdef int32_t row = self.records.row_by_id.get(seq_id)
-        return -1 if row < 0 else self.records.seqs[row].uid
+        """A number that no other sequence ever has, also under the same id; -1 when there is no such id.
+
+        Without the lock too: a handle asks for it inside other calls.
+        """
+        return self.records.uid_(seq_id)
 
     def info(self, uint64_t seq_id):
         """`(num_tokens, next_position, last_access, access_count, priority, pins, sink_tokens)`."""
@@ -347,7 +349,7 @@ cdef class BlockTables:
             raise
         return 0
 
-    cdef bint end_(self, int32_t row) noexcept nogil:
+    cdef bint end_(self, int32_t row) noexcept:
         cdef Sequence *seq = &self.records.seqs[row]
         cdef bint one_left = False
         if seq.tokens.num_runs:

@@ -22,7 +22,7 @@ cdef enum:
 cdef class VictimOrder:
     cdef SequenceRecords records
     cdef IndexedHeap heap              # rows that may be evicted, the next one on top
-    cdef readonly object strategy      # an EvictionStrategy
+    cdef object order                  # an EvictionStrategy
     cdef int key                       # what it compares, one of KEY_*
     cdef int64_t clock                 # recency counter
 

@@ -1,5 +1,6 @@
 """The order in which sequences are evicted; see paged/victims.pxd."""
 
+cimport cython
 from libc.stdint cimport int32_t
 
 from kvcache.core.heap cimport IndexedHeap
@@ -25,10 +26,17 @@ cdef class VictimOrder:
         """Order by an `EvictionStrategy` from now on."""
         cdef int32_t row
         self.key = KEYS[strategy.rank]
-        self.strategy = strategy
+        with cython.critical_section(self):
+            self.order = strategy
         for row in range(self.records.capacity):
             if self.records.seqs[row].uid >= 0:
                 self.changed(row)
+
+    @property
+    def strategy(self):
+        """The `EvictionStrategy`; asked for without the lock too."""
+        with cython.critical_section(self):
+            return self.order
 
     @property
     def nbytes(self):

@@ -425,6 +425,7 @@ class BatchEngine(NetworkEngine):
             needed += sum(self._pool.blocks_for(len(each.tokens)) + 1 for each in work.prefix.texts) + 1
         if needed > total_blocks:
             raise OutOfMemoryError(needed, total_blocks)
+        self._pool.expect_parts(work)
 
     def generate_batch(
         self,

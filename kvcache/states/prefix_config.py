@@ -22,7 +22,8 @@ class PrefixCacheConfig:
             converted to an int.
         min_prefix_len: shorter prefixes are neither stored nor matched.
         partial_matches: whether a prompt may match a part of a stored prefix; if not, only whole ones match.
-        dtype: storage format, "f32", "f16", "q8", "q6", "q4", "q3" or "q2"; `key_dtype`, `value_dtype` name them apart.
+        dtype: storage format, "f32", "f16", "q8", "q6", "q5", "q4", "q3" or "q2"; `key_dtype`, `value_dtype` name
+            them apart.
         rotate: "auto", True or False: whether quantised rows are stored under a Hadamard rotation.
         head_dim: how quantised rows are cut into heads, each with a scale of its own: a multiple of 8, at most 512,
             that divides kv_dim. None: the whole row is one head. f32 and f16 rows need no heads.

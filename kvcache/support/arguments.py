@@ -41,7 +41,8 @@ _BYTES = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,9})?)\s*(B|[KMGT]i?B)\s*")
 # Formats by their names in other libraries.
 _SPELLINGS = {
     "float32": "f32", "fp32": "f32", "float": "f32", "float16": "f16", "fp16": "f16", "half": "f16",
-    "bfloat16": "bf16", "int8": "q8", "q8_0": "q8", "int4": "q4", "q4_0": "q4", "q4_1": "q4",
+    "bfloat16": "bf16", "int8": "q8", "q8_0": "q8", "q5_0": "q5", "q5_1": "q5", "int4": "q4", "q4_0": "q4",
+    "q4_1": "q4",
 }
 _shortened = reprlib.Repr()
 _shortened.maxstring = _shortened.maxother = _shortened.maxlong = 100

@@ -10,6 +10,7 @@ writer holds a lock on its temporary file, which ends with the process: the next
 the temporary files whose lock is free.
 """
 
+cimport cython
 from posix.unistd cimport close
 
 import errno
@@ -54,9 +55,10 @@ cdef class File:
 
     def close(self):
         """Close it; no-op the second time."""
-        cdef int fd = self.fd
+        cdef int fd
+        with cython.critical_section(self):
+            fd, self.fd = self.fd, -1    # closed afterwards, even if the system reports an error
         if fd >= 0:
-            self.fd = -1    # closed afterwards, even if the system reports an error
             os.close(fd)
 
     def __enter__(self):

@@ -24,6 +24,7 @@ FEATURES = {
     "grammar": "a grammar",
     "adapter": "an adapter",
     "window": "layers that have a window",
+    "chunked": "layers that attend within chunks",
     "state": "layers that keep a state",
     "silent": "layers that do not attend",
     "latent": "layers whose V is a part of K",
@@ -56,7 +57,7 @@ class Exclusion(NamedTuple):
 _UNLIKE = ("window", "state", "silent", "index", "latent", "shared", "sizes", "positions", "both ways")
 _CHOOSES = "a policy chooses among the tokens of layers that are alike, at positions that stay"
 _ELSEWHERE = (
-    "eviction", "sparse", "residual", "window", "state", "index", "shared", "both ways", "logprobs", "adapter",
+    "eviction", "sparse", "residual", "chunked", "state", "index", "shared", "both ways", "logprobs", "adapter",
 )
 _AS_STORED = "tokens are read at other places than they were computed at, all of them, as the network stored them"
 _ENDS = "the text of a grammar ends where nothing may follow"

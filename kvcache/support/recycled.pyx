@@ -20,6 +20,7 @@ cdef Py_ssize_t _LEAST = 1 << 17        # bytes of a piece that is kept
 cdef Py_ssize_t _MOST = 128 << 20       # bytes of all free pieces
 cdef Py_ssize_t _MOST_PIECES = 16
 cdef list _free = []                    # MappedMemory, in the order in which it was freed
+cdef object _turn = object()            # of threads: one at a time takes, keeps or counts pieces
 
 
 @cython.no_gc       # so that the memory is still there when the object goes
@@ -49,19 +50,20 @@ cdef class Piece:
 cdef MappedMemory _taken(Py_ssize_t size):
     """The smallest free memory of `size` to 2 * `size` bytes, or new memory."""
     cdef MappedMemory each, best = None
-    for each in _free:
-        if size <= <Py_ssize_t>each.nbytes <= 2 * size and (best is None or each.nbytes < best.nbytes):
-            best = each
-    if best is None:
-        return MappedMemory(size)
-    _free.remove(best)
-    return best
+    with cython.critical_section(_turn):
+        for each in _free:
+            if size <= <Py_ssize_t>each.nbytes <= 2 * size and (best is None or each.nbytes < best.nbytes):
+                best = each
+        if best is not None:
+            _free.remove(best)
+    return MappedMemory(size) if best is None else best
 
 
 cdef int _keep(MappedMemory memory) except -1:
-    _free.append(memory)
-    while len(_free) > _MOST_PIECES or _num_free_bytes() > _MOST:
-        _free.pop(0)
+    with cython.critical_section(_turn):
+        _free.append(memory)
+        while len(_free) > _MOST_PIECES or _num_free_bytes() > _MOST:
+            _free.pop(0)
     return 0
 
 
@@ -91,11 +93,13 @@ cdef object new_floats(tuple shape):
 
 def check():
     """Verify the limits of what is kept; AssertionError names the broken one."""
-    assert len(_free) <= _MOST_PIECES, f"recycled: {len(_free)} free pieces"
-    assert _num_free_bytes() <= _MOST, f"recycled: {_num_free_bytes()} free bytes"
-    assert min(free_pieces(), default=_LEAST) >= _LEAST, "recycled: a small piece is kept"
+    sizes = free_pieces()
+    assert len(sizes) <= _MOST_PIECES, f"recycled: {len(sizes)} free pieces"
+    assert sum(sizes) <= _MOST, f"recycled: {sum(sizes)} free bytes"
+    assert min(sizes, default=_LEAST) >= _LEAST, "recycled: a small piece is kept"
 
 
 def free_pieces():
     """The bytes of each free piece, in the order in which they were freed."""
-    return [(<MappedMemory>each).nbytes for each in _free]
+    with cython.critical_section(_turn):
+        return [(<MappedMemory>each).nbytes for each in _free]

@@ -1,5 +1,6 @@
 """Array-likes of integers as uint32 tokens and int32 values; see support/token_ids.pxd."""
 
+cimport cython
 cimport numpy as cnp
 from cpython.exc cimport PyErr_Clear
 from cpython.list cimport PyList_CheckExact
@@ -40,9 +41,14 @@ cdef cnp.ndarray uint32_tokens(object tokens):
 
 cdef cnp.ndarray from_sequence(object tokens):
     """A list or tuple: exact ints in one pass in C, anything else one by one."""
-    cdef cnp.npy_intp n = PySequence_Fast_GET_SIZE(tokens)
-    cdef cnp.ndarray out = cnp.PyArray_EMPTY(1, &n, cnp.NPY_UINT32, 0)
-    if not plain_ints(PySequence_Fast_ITEMS(tokens), n, <uint32_t*>cnp.PyArray_DATA(out)):
+    cdef cnp.npy_intp n
+    cdef cnp.ndarray out
+    cdef bint plain
+    with cython.critical_section(tokens):
+        n = PySequence_Fast_GET_SIZE(tokens)
+        out = cnp.PyArray_EMPTY(1, &n, cnp.NPY_UINT32, 0)
+        plain = plain_ints(PySequence_Fast_ITEMS(tokens), n, <uint32_t*>cnp.PyArray_DATA(out))
+    if not plain:
         PyErr_Clear()
         for i, item in enumerate(list(tokens)):
             number = item if type(item) is int else whole_number(item)
@@ -55,8 +61,8 @@ cdef cnp.ndarray from_sequence(object tokens):
 cdef bint plain_ints(PyObject** items, Py_ssize_t n, uint32_t* out) noexcept:
     """Copy exact ints; False if there is anything else, or one out of range, with or without an error set.
 
-    No Python code runs here, so the list cannot change meanwhile. The range is checked once, at the end: a branch per
-    item costs more than the conversion.
+    No Python code runs here, and no other thread changes a list in a critical section, so it stays as it is meanwhile.
+    The range is checked once, at the end: a branch per item costs more than the conversion.
     """
     cdef Py_ssize_t i
     cdef long long number

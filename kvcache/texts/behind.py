@@ -36,6 +36,8 @@ class Part(Protocol):
     @property
     def indices(self) -> Int64: ...
     @property
+    def positions(self) -> Int64: ...
+    @property
     def key(self) -> tuple[bytes, bytes]: ...
 
     def space(self, own: Hashable) -> Hashable:
@@ -51,6 +53,7 @@ class Behind(Protocol):
         places: the positions of the text's first tokens where these lie among it, ascending; else empty.
         parts: the parts of cached texts that a query sees; those of a `CompressedPrefix`, which attends, are empty.
         sinces, offsets: those of the parts, int64.
+        gaps: see `SeenParts`.
     """
 
     @property
@@ -63,6 +66,8 @@ class Behind(Protocol):
     def sinces(self) -> Int64: ...
     @property
     def offsets(self) -> Int64: ...
+    @property
+    def gaps(self) -> Sequence[int]: ...
 
     def space(self, namespace: Hashable) -> Hashable:
         """The namespace of cached blocks of the texts behind it."""

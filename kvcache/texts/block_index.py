@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 from kvcache.core.kvrows import KvRows
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.prefix_cache import PrefixCache
-from kvcache.texts.behind import Part
 from kvcache.texts.newest import NewestGroups
 from kvcache.texts.text import NO_TOKEN, Text, Tokens
 
-__all__ = ["BlockIndex", "CachedStart", "PartStart"]
+__all__ = ["BlockIndex", "CachedStart", "PartStart", "filled"]
 
 Rows = Sequence[KvRows]
 
@@ -25,14 +24,18 @@ class PartStart(NamedTuple):
     """A part of a cached text, in blocks that are held, for a text that is about to begin behind it.
 
     Attributes:
-        blocks: of the cached text, `(n,)`.
-        num_tokens: of the cached text.
-        seen: the tokens of it that are seen, int64, ascending.
+        blocks: of the cached text, `(n,)`; in layers with a window those of its end.
+        num_tokens: of the cached text, in these blocks.
+        seen: the tokens among them that are seen, int64, ascending.
+        before: how many tokens that are seen lie before these blocks.
+        positions: those in the request of `seen`; None where no layer asks for them.
     """
 
     blocks: NDArray[np.int64]
     num_tokens: int
     seen: NDArray[np.int64]
+    before: int = 0
+    positions: NDArray[np.int64] | None = None
 
 
 class CachedStart(NamedTuple):
@@ -92,20 +95,20 @@ class BlockIndex:
         blocks, found = np.array(session.shared_blocks, np.int64), session.num_tokens
         return self.start_of(tokens, min(stop, found), space, blocks)._replace(cached=found)
 
-    def hold_part(self, part: Part, space: Any, held: ExitStack, again: bool) -> PartStart | None:
-        """Look the cached text of a part up, and hold it until `held` closes; None: it is not all cached.
+    def hold_whole(self, tokens: Tokens, space: Any, held: ExitStack, again: bool) -> CachedStart | None:
+        """Look a cached text up, and hold all of it until `held` closes; None: it is not all cached.
 
         Args:
             space: its namespace.
             again: whether it has been looked up before.
         """
-        count = len(part.tokens)
-        if self.pages.peek(part.tokens, space) < count:
+        count = len(tokens)
+        if self.pages.peek(tokens, space) < count:
             return None
         look_up = self.pages.open_again if again else self.pages.open_session
-        session = held.enter_context(look_up(part.tokens, space))
+        session = held.enter_context(look_up(tokens, space))
         blocks = np.array(session.shared_blocks, np.int64)
-        return PartStart(blocks, count, part.indices) if session.num_tokens == count else None
+        return CachedStart(count, 0, blocks) if session.num_tokens == count else None
 
     def start_of(self, tokens: Tokens, stop: int, space: Any, blocks: NDArray[np.int64]) -> CachedStart:
         """The first `stop` tokens in blocks that are held, as far as a text can go on after them.
@@ -146,7 +149,7 @@ class BlockIndex:
             blocks = cache.block_table(np.array([text.seq_id], np.uint64)).block_ids.astype(np.int64)
             to_the_end = ends and stop % size and not cache.residual_length and not cache.first_tokens
             if to_the_end and cache.reference_counts(blocks[full : full + 1]) == 1:
-                full, tokens = full + 1, _filled(text.tokens[:stop], size)
+                full, tokens = full + 1, filled(text.tokens[:stop], size)
             cached = self.pages.adopt(tokens, blocks[:full], text.space)
         if cached == full and self.newest is not None:
             with suppress(MemoryError):
@@ -163,7 +166,7 @@ class BlockIndex:
             self.newest.check()
 
 
-def _filled(tokens: Tokens, size: int) -> Tokens:
+def filled(tokens: Tokens, size: int) -> Tokens:
     """Tokens, and behind them what fills their last block."""
     whole = np.full(-(-len(tokens) // size) * size, NO_TOKEN, np.uint32)
     whole[: len(tokens)] = tokens

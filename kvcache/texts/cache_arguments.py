@@ -208,6 +208,10 @@ class CacheArguments:
             )
         return {"spill": self.spill, "max_memory_bytes": limit - beside}
 
+    def kv_bytes(self, blocks: int, cached: int = 0) -> int:
+        """Bytes of K, V and states of a pool of `blocks` blocks; of a subclass, which knows the kinds."""
+        raise NotImplementedError
+
     def bytes_beside_spill(self, blocks: int, cached: int = 0) -> int:
         """The bytes of a pool of `blocks` blocks that stay in memory; of a subclass, which knows the kinds."""
         raise NotImplementedError

@@ -89,13 +89,14 @@ class CompressedPrefix:
         whole_nbytes: the bytes of K and V that all tokens took before.
         exact: whether K and V have the bits of this version. What is computed behind them is named by them, so that
             texts behind a prefix of before may be cached and shared.
-        places, parts, sinces, offsets: see `Behind`; none.
+        places, parts, sinces, offsets, gaps: see `Behind`; none.
     """
 
     places: Int64 = NO_PLACES
     sinces: Int64 = NO_PLACES
     offsets: Int64 = NO_PLACES
     parts: tuple[()] = ()
+    gaps: tuple[()] = ()
 
     def __init__(self, model: Model, tokens: Tokens, kept: Kept, whole_bytes: int, storing: Storing) -> None:
         self.tokens, self.whole_nbytes, self._model, self._storing = tokens, whole_bytes, model, storing

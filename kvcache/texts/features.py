@@ -16,6 +16,7 @@ def features_of(model: Model) -> frozenset[str]:
     whole = {(each.num_kv_heads, each.head_dim, each.latent) for each in own}
     found = {
         "window": any(each.window is not None for each in known), "state": bool(layer_recurrences(model)),
+        "chunked": any(each.chunked for each in known),
         "silent": None in attention, "latent": bool(latent_layers(model)), "sizes": len(sizes) > 1,
         "index": any(each.index is not None for each in known),
         "shared": any(each.kv_layer is not None for each in known), "no whole": not whole,

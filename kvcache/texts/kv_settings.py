@@ -53,8 +53,8 @@ class Settings:
             available when the engine is made; with `num_blocks` the lower limit counts, without it the whole context is
             the other limit. ValueError: too few for one block.
         residual_length: the text is divided into groups of this many tokens (0 to 256). A query reads its own group in
-            f16 and earlier groups as `dtype` packs them, see `PagedKvCache`. By default 64 if K or V is q6, q4 or
-            q3, 128 if one is q2, else 0. With a calibration, 16 lowers q4's KL divergence by two thirds. With an
+            f16 and earlier groups as `dtype` packs them, see `PagedKvCache`. By default 64 if K or V is q6, q5, q4
+            or q3, 128 if one is q2, else 0. With a calibration, 16 lowers q4's KL divergence by two thirds. With an
             eviction policy the default is 0, and a group is what is left of its tokens. Under StreamingLLM, or if
             layers keep a window alone, it must be 0.
         eviction_policy, kv_budget: an `EvictionPolicy` or a `Policy`, and the tokens that each layer keeps (under

@@ -25,14 +25,15 @@ from kvcache.networks.protocols import Attend, Float32, IndexRows
 from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.texts.block_index import CachedStart, PartStart
 from kvcache.texts.kinds.base import Layers, Lens
-from kvcache.texts.kinds.part_sequences import MISSING
-from kvcache.texts.kinds.whole import WholeLayers
+from kvcache.texts.kinds.part_layers import PartLayers
+from kvcache.texts.kinds.part_sequences import MISSING, PartRows
+from kvcache.texts.seen_parts import SeenParts
 from kvcache.texts.shared_prefixes import Arrived, SharedPrefixes
 from kvcache.texts.text import Text
 
 __all__ = ["Pool"]
 
-_seq_id = attrgetter("seq_id")
+_seq_id, _prefix = attrgetter("seq_id"), attrgetter("prefix")
 
 
 class Pool:
@@ -60,6 +61,7 @@ class Pool:
         self.with_pages = tuple(group for _, group in self._with_pages)
         self.shared = SharedPrefixes(self.groups, self.block_index, block_size)
         self.prefixes = self.shared.prefixes
+        self._has_sinks = any(group.has_sinks for _, group in self.part_groups)
         self._numbers, self.keeps_states = count(), any(group.exact for group in self.groups)
         self._group_of = {layer: i for i, group in enumerate(self.groups) for layer in group.layers}
 
@@ -105,10 +107,10 @@ class Pool:
         text.keep_at = sorted({each for each in (text.num_prompt, *text.parts_at, *partings) if each > found})
         text.moved(seq_id, found, tuple(places))
 
-    def empty(self, seq_id: int, parts: Sequence[PartStart] = ()) -> tuple[Any, ...]:
-        """Start a sequence without tokens, which sees `parts`; returns its places."""
+    def empty(self, seq_id: int, parts: Sequence[Sequence[PartStart]] = ()) -> tuple[Any, ...]:
+        """Start a sequence without tokens, which sees `parts` of each group; returns its places."""
         text = Text(np.empty(0, np.uint32))
-        self.begin(text, 0, [CachedStart(0, parts=parts)] * len(self.groups), seq_id)
+        self.begin(text, 0, [CachedStart(0, parts=own) for own in parts or [()] * len(self.groups)], seq_id)
         return text.places
 
     def fork(self, text: Text, other: Text, computed: int, seq_id: int | None = None) -> None:
@@ -163,10 +165,28 @@ class Pool:
     def attend(self, texts: Sequence[Text], lens: Lens) -> tuple[Attend, dict[str, Any]]:
         """The `attend` of a pass over the next tokens of texts, and more keyword arguments of the network."""
         ids = self._ids(texts)
+        if any(map(_prefix, texts)):
+            return self._attend_behind(texts, ids, lens)
         if len(self.groups) == 1:
             return self.groups[0].attend(texts, 0, ids, lens)
         found = [group.attend(texts, i, ids, lens) for i, group in enumerate(self.groups)]
-        calls = {layer: found[i][0] for layer, i in self._group_of.items()}
+        places = {name: value for _, places in found for name, value in places.items()}
+        return self._of_layers([call for call, _ in found]), places
+
+    def _attend_behind(
+        self, texts: Sequence[Text], ids: NDArray[np.uint64], lens: Lens
+    ) -> tuple[Attend, dict[str, Any]]:
+        """Do what `attend` does where some texts stand behind something."""
+        compressed = any(text.prefix is not None and not isinstance(text.prefix, SeenParts) for text in texts)
+        rows = PartRows.of(texts, lens, compressed or self._has_sinks)
+        calls = [group.attend_behind(texts, i, ids, lens, rows) for i, group in enumerate(self.groups)]
+        return self._of_layers(calls), {} if rows is None else rows.places
+
+    def _of_layers(self, found: Sequence[Attend]) -> Attend:
+        """The call of each layer, of those of its group."""
+        if len(found) == 1:
+            return found[0]
+        calls = {layer: found[i] for layer, i in self._group_of.items()}
 
         def attend(
             layer: int, queries: Float32, keys: Float32 | None, values: Float32 | None, sinks: Float32 | None = None,
@@ -175,7 +195,7 @@ class Pool:
             more = () if index is None else (index,)
             return calls[layer](layer, queries, keys, values, sinks, *more)
 
-        return attend, {name: value for _, places in found for name, value in places.items()}
+        return attend
 
     def ran(self, text: Text, count: int, wrong: int = 0) -> None:
         """Note that the next `count` tokens of a text have run; keep what others may continue with, drop the rest.
@@ -283,16 +303,31 @@ class Pool:
             return []
         return [number for number, seq_id in enumerate(text.places[self._counted]) if seq_id == MISSING]
 
+    @property
+    def part_groups(self) -> list[tuple[int, PartLayers]]:
+        """The groups whose texts see parts, by which of `Text.places` is theirs: all, but those that exclude it."""
+        return [(i, group) for i, group in enumerate(self.groups) if isinstance(group, PartLayers)]
+
     def give(self, text: Text, number: int, other: Text) -> None:
         """Give a text the part of this number, whose cached text `other` has run."""
-        assert isinstance(self.counted, WholeLayers), "parts are seen by layers that keep all tokens"
         assert text.prefix is not None, "it sees parts"
-        self.counted.give_part(text, self._counted, number, text.prefix.parts[number], other.seq_id)
+        part, gap = text.prefix.parts[number], text.prefix.gaps[number]
+        for i, group in sorted(self.part_groups, key=lambda each: each[0] == self._counted):  # which says what lacks
+            group.give_part(text, i, number, part, gap, other)
 
     def keep_whole(self, text: Text) -> None:
         """Cache all that a text has computed, the block in which it ends too, for others that see parts of it."""
         if self.block_index is not None:
             self.block_index.keep(text, text.computed, ends=True)
+            self.keep_pages(text, text.computed)
+            for i, group in self.part_groups:
+                group.keep_end(text, i)
+
+    def expect_parts(self, text: Text) -> None:
+        """Raise OutOfMemoryError unless a text and the cached texts that it sees have room beside their blocks."""
+        if isinstance(text.prefix, SeenParts):
+            for _, group in self.part_groups:
+                group.expect_parts(text, text.prefix)
 
     def keep_pages(self, text: Text, stop: int, ends: bool = False) -> None:
         """Cache what other texts need with the blocks of the index."""

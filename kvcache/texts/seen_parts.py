@@ -45,6 +45,7 @@ class SeenPart:
         behind: what the cached text stands behind; None: nothing.
         since: the first token of the text, by its index, that sees the part; those before it stand before the part.
         ends: the positions in the request of the first and the last token that are seen.
+        stop: the position in the request behind the last token of the cached text.
     """
 
     tokens: Tokens
@@ -53,6 +54,7 @@ class SeenPart:
     behind: SeenParts | None = None
     since: int = 0
     ends: tuple[int, int] = field(init=False)
+    stop: int = field(init=False)
 
     def __post_init__(self) -> None:
         ends = [0, *(end for pair in self.ranges for end in pair), len(self.tokens)]
@@ -63,8 +65,9 @@ class SeenPart:
             )
         if self.offset < 0 or self.since < 0:
             raise ValueError(f"offset: expected offset and since of 0 or more, got {self.offset} and {self.since}")
-        first, last = self._places[[self.ranges[0][0], self.ranges[-1][1] - 1]].tolist()
+        first, last, end = self._places[[self.ranges[0][0], self.ranges[-1][1] - 1, -1]].tolist()
         object.__setattr__(self, "ends", (first + self.offset, last + self.offset))
+        object.__setattr__(self, "stop", end + self.offset + 1)
 
     @property
     def key(self) -> TextKey:
@@ -114,6 +117,8 @@ class SeenParts:
         name: a hash of all of this, 20 bytes.
         texts: the cached texts that it needs, each before those that stand behind it, without repetitions.
         sinces, offsets: those of the parts, int64.
+        gaps: for each part how many positions lie between the end of its cached text and the first token that sees it;
+            below 0: that token stands before the end.
     """
 
     parts: tuple[SeenPart, ...]
@@ -123,15 +128,18 @@ class SeenParts:
     texts: tuple[SeenPart, ...] = field(init=False)
     sinces: Int64 = field(init=False)
     offsets: Int64 = field(init=False)
+    gaps: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         if len(self.places) > self.num_tokens or (np.diff(self.places, prepend=-1, append=self.num_tokens) <= 0).any():
             raise ValueError(f"places: expected ascending ones below {self.num_tokens}, got {self.places.tolist()}")
+        gaps = []
         for part in self.parts:
             last = part.ends[1]
             sees = int(self.places[part.since]) if part.since < len(self.places) else self.num_tokens
             if part.since > len(self.places) or last >= sees:
                 raise ValueError(f"parts: expected tokens before position {sees}, which sees them, got one at {last}")
+            gaps.append(sees - part.stop)
         digest = blake2b(digest_size=20, person=b"seen parts")
         for part in self.parts:
             ranges = np.array(part.ranges, np.int64)
@@ -143,6 +151,7 @@ class SeenParts:
         object.__setattr__(self, "texts", _texts_of(self.parts))
         object.__setattr__(self, "sinces", np.array([part.since for part in self.parts], np.int64))
         object.__setattr__(self, "offsets", np.array([part.offset for part in self.parts], np.int64))
+        object.__setattr__(self, "gaps", tuple(gaps))
 
     @classmethod
     def of_segments(cls, head: Tokens, documents: Sequence[Tokens], link: int = 0) -> tuple[SeenParts, Tokens]:
@@ -202,6 +211,17 @@ class SeenParts:
     def attend(self, layer: int, queries: Float32) -> tuple[Float32, Float32]:
         """Never called: the cache of the text attends to `parts`."""
         raise NotImplementedError("the cache of the text attends to parts")
+
+    def reaches(self) -> dict[TextKey, int]:
+        """For each of `texts` the least of its `gaps`, here and in what the others stand behind."""
+        found, values, known = dict[TextKey, int](), [self], {self.name}
+        for value in values:
+            for part, gap in zip(value.parts, value.gaps, strict=True):
+                found[part.key] = min(gap, found.get(part.key, gap))
+                if part.behind is not None and part.behind.name not in known:
+                    known.add(part.behind.name)
+                    values.append(part.behind)
+        return found
 
     @property
     def num_seen(self) -> int:

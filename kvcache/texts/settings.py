@@ -126,6 +126,11 @@ class CacheSettings(CacheArguments):
         found = {*(self.features if features is None else features), *(() if adapter is None else ("adapter",))}
         if isinstance(prefix, SeenParts):
             expect("prefix: of parts of cached texts", prefix, found)
+            if "window" in found and min(prefix.reaches().values(), default=0) < 0:
+                raise ValueError(
+                    f"prefix: expected parts that are seen from behind the ends of their texts with layers that have "
+                    f"a window, which keep the newest tokens, got {prefix!r}"
+                )
             expect_turning(self.model, "sink_rows", "prefix", "texts that see parts of cached texts")
             return prefix
         as_instance(prefix, CompressedPrefix, "prefix").expect(self.model)

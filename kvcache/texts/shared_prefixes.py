@@ -11,6 +11,7 @@ from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.texts.behind import name_of_space
 from kvcache.texts.block_index import BlockIndex, CachedStart, PartStart
 from kvcache.texts.kinds.base import Layers
+from kvcache.texts.kinds.part_layers import PartLayers
 from kvcache.texts.text import Text, Tokens
 
 __all__ = ["Arrived", "SharedPrefixes"]
@@ -85,22 +86,45 @@ class SharedPrefixes:
             # Where two texts part, and a group lacks what the next such text needs.
             at = cached - cached % self._block_size
             start = first._replace(parting=at) if stop < at else first
-            if text.prefix is not None:
-                start = start._replace(parts=self.hold_parts(text, held, again))
             starts = [group.hold(text.tokens, stop, space, held) if group.reason else start for group in self._groups]
             if None not in starts:
+                if text.prefix is not None:
+                    parts = self.hold_parts(text, held, again)
+                    starts = [each and each._replace(parts=own) for each, own in zip(starts, parts, strict=True)]
                 if stop < cached and not again:
                     lacking = min(self._with_pages, key=lambda each: each.longest(text.tokens, cached, space))
                     self.gone[lacking.reason] += 1
                     self.gone_tokens += cached - stop
                 return stop, [*filter(None, starts)]
 
-    def hold_parts(self, text: Text, held: ExitStack, again: bool = False) -> Sequence[PartStart | None]:
-        """Hold the parts that a text sees, until `held` closes: those whose cached texts are all there."""
-        parts, own = () if text.prefix is None else text.prefix.parts, name_of_space(text.space)
-        if self._index is None:
-            return [None] * len(parts)
-        return [self._index.hold_part(part, part.space(own), held, again) for part in parts]
+    def hold_parts(self, text: Text, held: ExitStack, again: bool = False) -> list[list[PartStart | None]]:
+        """Hold the parts that a text sees, until `held` closes: for each group those whose cached texts are there."""
+        prefix, own, found = text.prefix, name_of_space(text.space), list[list[PartStart | None]]()
+        for part, gap in () if prefix is None else zip(prefix.parts, prefix.gaps, strict=True):
+            starts = self.hold_text(part.tokens, gap, part.space(own), held, again)
+            found.append([
+                None if starts is None or not isinstance(group, PartLayers) else group.part_start(starts[i], part, gap)
+                for i, group in enumerate(self._groups)
+            ])
+        return [[each[i] for each in found] for i in range(len(self._groups))]
+
+    def hold_text(
+        self, tokens: Tokens, gap: int, space: object, held: ExitStack, again: bool = False
+    ) -> list[CachedStart] | None:
+        """Hold what each group needs of a cached text of which others see parts; None: something is not there.
+
+        Args:
+            gap: see `SeenParts`.
+        """
+        first = None if self._index is None else self._index.hold_whole(tokens, space, held, again)
+        if first is None:
+            return None
+        found = [
+            group.hold_end(tokens, gap, space, held) if group.reason and isinstance(group, PartLayers) else first
+            for group in self._groups
+        ]
+        whole = [each for each in found if each is not None]
+        return whole if len(whole) == len(found) else None
 
     def pin(self, text: Text, most: int) -> tuple[int, ExitStack]:
         """Hold the longest prefix of full blocks as `hold` finds it, until the stack is closed; it is not counted.

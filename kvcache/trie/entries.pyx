@@ -1,5 +1,6 @@
 """The trie with entries: marks at the ends of nodes, evicted one whole entry at a time."""
 
+cimport cython
 from libc.stdint cimport int32_t
 
 from kvcache.trie.nodes cimport node_t
@@ -32,6 +33,7 @@ cdef class EntryTrie(TokenTrie):
             at.node = nodes[at.node].parent
         return at
 
+    @cython.critical_section
     def mark(self, node):
         """An entry ends with `node`, as `insert` returns it. True if it is new."""
         cdef int32_t id = self._node(node)
@@ -39,19 +41,23 @@ cdef class EntryTrie(TokenTrie):
             raise ValueError(f"node: expected one with tokens, got root {node}")
         return self.table.mark(id, True)
 
+    @cython.critical_section
     def is_marked(self, node):
         """Whether an entry ends with `node`."""
         return self.table.nodes[self._node(node)].marked == 1
 
+    @cython.critical_section
     def entry_at(self, node, length):
         """`(node, length)` of the longest entry that is a prefix of a match `(node, length)`; `(-1, 0)` if none."""
         cdef walk_t at = self.entry_before(walk_t(node=self._node(node), length=length))
         return at.node, at.length
 
+    @cython.critical_section
     def touch_entry(self, node):
         """Use the entry that serves a match ending in `node`: its own, or the most recently used one below."""
         self.table.stamp_path(self.serving(self._node(node)))
 
+    @cython.critical_section
     def evict_entry(self):
         """Evict the least recently used entry that no other extends.
 
@@ -62,4 +68,4 @@ cdef class EntryTrie(TokenTrie):
             return None
         while self.table.nodes[root].parent >= 0:
             root = self.table.nodes[root].parent
-        return root, self.cut_leaf(leaf)
+        return root, self.cut_of(leaf)

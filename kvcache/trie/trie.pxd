@@ -14,6 +14,8 @@ cdef class TokenTrie:
     cdef int32_t _node(self, object node) except -1
     cdef Py_ssize_t _depth(self, int32_t id, object length) except -1
 
+    cdef object cut_of(self, int32_t id)    # `cut`, and what it freed, last first
+
     # The verbs of trie/paths.pxd on `table`, explained there
     cdef walk_t walk(self, int32_t root, const uint32_t* tokens, Py_ssize_t n) noexcept nogil
     cdef void gather(self, walk_t at, int32_t* out) noexcept nogil

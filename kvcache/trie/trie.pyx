@@ -1,5 +1,6 @@
 """The token trie: checked arguments, arrays in and out. The nodes are drawn in trie/nodes.pxd."""
 
+cimport cython
 cimport numpy as cnp
 from libc.stdint cimport int32_t, uint32_t
 from libc.string cimport memcpy
@@ -29,8 +30,9 @@ cdef class TokenTrie:
 
     A node id comes from `match`, `lookup` or `insert` and is valid until the next call that changes the trie; an id
     that is pinned or marked is valid until it is unpinned or unmarked.
-    Calls take microseconds and hold the GIL, so they are atomic. After the radix cache of SGLang (Zheng et al., 2024,
-    arXiv:2312.07104), with exact matches inside pages and eviction in O(log n).
+    Calls take microseconds and hold the GIL, or are critical sections where there is none, so they are atomic. After
+    the radix cache of SGLang (Zheng et al., 2024, arXiv:2312.07104), with exact matches inside pages and eviction in
+    O(log n).
     """
 
     def __cinit__(self, Py_ssize_t page_size=1, Policy policy=None):
@@ -77,16 +79,19 @@ cdef class TokenTrie:
     cdef int32_t at_depth(self, int32_t id, Py_ssize_t depth) except -1 nogil:
         return paths.at_depth(self.table, id, depth)
 
+    @cython.critical_section
     def add_root(self):
         """A new, empty namespace; returns its root's id."""
         return self.table.new_root()
 
+    @cython.critical_section
     def match(self, root, tokens):
         """`(node, length)`: the longest cached prefix of `tokens`, to the token, and the node it ends in."""
         cdef cnp.ndarray ids = uint32_tokens(tokens)
         cdef walk_t at = self.walk(self.as_root(root), uint32s(ids), ids.shape[0])
         return at.node, at.length
 
+    @cython.critical_section
     def lookup(self, root, tokens):
         """`(node, length, values, partial)`: a match and its pages.
 
@@ -105,7 +110,7 @@ cdef class TokenTrie:
         Pages that are cached already keep their value: the first `num_existing_pages` of `values` are not used.
         `node` ends exactly after the tokens. Counts as a use of the whole path. ValueError if the lengths do not fit.
         """
-        cdef int32_t top = self.as_root(root), id
+        cdef int32_t id
         cdef cnp.ndarray ids = uint32_tokens(tokens)
         cdef cnp.ndarray pages = int32_values(values)
         cdef Py_ssize_t n = ids.shape[0], size = self.table.page_size, existing = 0
@@ -113,9 +118,11 @@ cdef class TokenTrie:
             raise ValueError(f"tokens: expected a multiple of {size}, got {n}")
         if pages.ndim != 1 or pages.shape[0] != n // size:
             raise ValueError(f"values: expected {n // size}, one per page, got shape {(<object>pages).shape}")
-        id = self.put(top, uint32s(ids), n, int32s(pages), &existing)
+        with cython.critical_section(self):
+            id = self.put(self.as_root(root), uint32s(ids), n, int32s(pages), &existing)
         return id, existing
 
+    @cython.critical_section
     def boundary(self, node, length=None):
         """The node that ends with the last full page of the first `length` tokens on the way to `node`.
 
@@ -124,6 +131,7 @@ cdef class TokenTrie:
         cdef int32_t id = self._node(node)
         return self.at_depth(id, self._depth(id, length))
 
+    @cython.critical_section
     def touch(self, node, length=None):
         """Use `node` and all above it; with `length`, only as far as `boundary(node, length)`, which is returned."""
         cdef int32_t id = self._node(node)
@@ -131,6 +139,7 @@ cdef class TokenTrie:
         self.table.stamp_path(id)
         return id
 
+    @cython.critical_section
     def pin(self, node):
         """Keep `node` and all above it, with their values, until `unpin(node)`. O(1).
 
@@ -138,6 +147,7 @@ cdef class TokenTrie:
         """
         self.table.pin(self._node(node), 1)
 
+    @cython.critical_section
     def unpin(self, node):
         """Undo one `pin(node)`. InvalidOperationError if the node is not pinned. O(1)."""
         cdef int32_t id = self._node(node)
@@ -145,6 +155,7 @@ cdef class TokenTrie:
             raise InvalidOperationError(f"node: expected a pinned one, got {node} without pins")
         self.table.pin(id, -1)
 
+    @cython.critical_section
     def evict(self, num_pages):
         """Free up to `num_pages` pages and return their values, int32, in the order in which they left.
 
@@ -157,6 +168,7 @@ cdef class TokenTrie:
         count = self.free_pages(freed.shape[0], int32s(freed))
         return freed if count == freed.shape[0] else freed[:count]
 
+    @cython.critical_section
     def remove(self, root, tokens):
         """Forget `tokens` and free what no other cached sequence, mark or pin needs; returns the values.
 
@@ -167,14 +179,18 @@ cdef class TokenTrie:
         cdef walk_t at = self.walk(top, uint32s(ids), ids.shape[0])
         if at.length < ids.shape[0] or at.length < self.table.nodes[at.node].end or at.node == top:
             return new_values(0)
-        return self.cut_leaf(at.node)
+        return self.cut_of(at.node)
 
+    @cython.critical_section
     def cut_leaf(self, node):
         """Unmark `node` and, if it is a leaf, free what only its sequence needs; the values, last first."""
-        cdef int32_t id = self._node(node)
+        return self.cut_of(self._node(node))
+
+    cdef object cut_of(self, int32_t id):
         cdef cnp.ndarray freed = new_values(self.table.nodes[id].end // self.table.page_size)
         return freed[: self.cut(id, int32s(freed))]
 
+    @cython.critical_section
     def prune(self, root, tokens):
         """Forget every sequence that begins with `tokens`, a multiple of the page size and not empty.
 
@@ -192,16 +208,19 @@ cdef class TokenTrie:
         cdef cnp.ndarray freed = new_values(self.table.num_pages)
         return freed[: paths.prune(self.table, self.at_depth(at.node, n), int32s(freed))]
 
+    @cython.critical_section
     def roots(self):
         """The ids of all roots, ascending."""
         return [id for id in range(self.table.used) if self.table.is_root(id)]
 
+    @cython.critical_section
     def leaf_ids(self):
         """The ids of all leaves, ascending; each is the end of one cached sequence."""
         cdef node_t* nodes = self.table.nodes
         cdef Py_ssize_t id
         return [id for id in range(self.table.used) if nodes[id].begin > -1 < nodes[id].parent and nodes[id].child < 0]
 
+    @cython.critical_section
     def path(self, node):
         """`(root, tokens, values)`: the sequence that ends with `node`, uint32 and int32."""
         cdef int32_t id = self._node(node)
@@ -217,10 +236,14 @@ cdef class TokenTrie:
 
     def all_values(self, root):
         """All values below `root`, int32, in no particular order."""
-        cdef int32_t id = self.as_root(root)
-        cdef cnp.ndarray values = new_values(self.table.num_pages)
-        return values[: paths.collect(self.table, id, int32s(values))].copy()
+        cdef cnp.ndarray values
+        cdef Py_ssize_t count
+        with cython.critical_section(self):
+            values = new_values(self.table.num_pages)
+            count = paths.collect(self.table, self.as_root(root), int32s(values))
+        return values[:count].copy()
 
+    @cython.critical_section
     def num_pins(self, node):
         """Pins on `node` itself."""
         return self.table.nodes[self._node(node)].pins
@@ -229,8 +252,9 @@ cdef class TokenTrie:
     def total_pins(self):
         """Pins on all nodes."""
         cdef Py_ssize_t id, total = 0
-        for id in range(self.table.used):
-            total += self.table.nodes[id].pins if self.table.nodes[id].begin >= 0 else 0
+        with cython.critical_section(self):
+            for id in range(self.table.used):
+                total += self.table.nodes[id].pins if self.table.nodes[id].begin >= 0 else 0
         return total
 
     @property
@@ -261,11 +285,13 @@ cdef class TokenTrie:
     @property
     def nbytes(self):
         """Bytes of memory that the trie takes: records, tokens, values, children and candidates for eviction."""
-        return self.table.nbytes()
+        with cython.critical_section(self):
+            return self.table.nbytes()
 
     def __len__(self):
         return self.table.num_pages
 
+    @cython.critical_section
     def check(self):
         """Verify every invariant; AssertionError names the broken one."""
         check_nodes(self.table)

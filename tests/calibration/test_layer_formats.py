@@ -109,8 +109,8 @@ def test_saves_and_tiers_tell_formats_of_layers_apart(model, rng, tmp_path):
         engine.close()
 
 
-SHARES = {"q2": 1.0, "q3": 0.22, "q4": 0.045, "q6": 0.045 / 17.64, "q8": 0.045 / 289}
-BITS = {"q2": 2.5, "q3": 3.5, "q4": 4.5, "q6": 6.5, "q8": 8.5}  # at head_dim 64
+SHARES = {"q2": 1.0, "q3": 0.22, "q4": 0.045, "q5": 0.045 / 4.27, "q6": 0.045 / 17.64, "q8": 0.045 / 289}
+BITS = {"q2": 2.5, "q3": 3.5, "q4": 4.5, "q5": 5.5, "q6": 6.5, "q8": 8.5}  # at head_dim 64
 
 
 @pytest.mark.parametrize("bits", [2.5, 2.9, 3.5, 4.0, 5.3, 8.5])

@@ -16,6 +16,7 @@ typedef struct question {
     memory sinks; /* floats: of each head, or by_query of each query and head */
     int64_t queries, tokens;
     memory q, sink_q, tree[MOST_SEQS]; /* floats; tree: parents and depths, or nothing */
+    memory firsts[MOST_SEQS];          /* of each query the tokens that it does not see, or nothing */
     memory given[2];                   /* the same queries as a caller has them */
     kvc_tensor rows[2];                /* over those */
     int has_sinks, has_scores, kind, at_end, has_logits, by_head, by_query; /* has_logits: sinks are given */
@@ -106,6 +107,16 @@ static memory draw_tree(uint64_t *state, kvc_seq *seq) {
     return tree;
 }
 
+/* Numbers of first tokens that queries do not see, ascending, some of them all that there are. */
+static memory draw_firsts(uint64_t *state, kvc_seq *seq) {
+    memory drawn = take((size_t)seq->num_queries * sizeof(int64_t), 8, 1);
+    int64_t *firsts = drawn.at, first = 0;
+    const uint64_t most = (uint64_t)(2 * seq->num_tokens / (seq->num_queries + 1) + 2);
+    for (int64_t i = 0; i < seq->num_queries; i++) firsts[i] = first += (int64_t)(splitmix(state) % most);
+    seq->firsts = firsts;
+    return drawn;
+}
+
 /* Windows, text positions, a soft cap, sinks, trees, scores of each head: half of the calls have none of these. */
 static void draw_options(const source *s, question *q) {
     uint64_t state = q->world->options + s->at * 977 + (uint64_t)(q->queries * 31 + q->tokens);
@@ -124,6 +135,8 @@ static void draw_options(const source *s, question *q) {
             q->seqs[i].ahead = window ? (window < (int64_t)1 << 62 ? window : (int64_t)1 << 62) - 1 : ahead;
         if (!whole && tree && q->seqs[i].num_queries && q->seqs[i].num_queries <= q->seqs[i].num_tokens)
             q->tree[i] = draw_tree(&state, &q->seqs[i]);
+        if (!q->seqs[i].parents && q->seqs[i].num_queries && splitmix(&beside) % 3 == 0)
+            q->firsts[i] = draw_firsts(&beside, &q->seqs[i]);
         q->seqs[i].start = splitmix(&state) % 3 ? (int64_t)(splitmix(&state) % 3000) : 0;
         if (splitmix(&state) % 2) q->seqs[i].sink_tokens = 0;
     }
@@ -278,12 +291,15 @@ static int64_t stop_seen(const kvc_seq *of, int64_t query) {
 }
 static int64_t first_seen(const kvc_seq *of, int64_t query) {
     const int64_t own = of->num_tokens - of->num_queries + query + 1, stop = stop_seen(of, query);
-    if (of->whole || of->parents) return 0;
+    const int64_t unseen = of->firsts ? of->firsts[query] : 0;
+    if (of->whole) return unseen < stop ? unseen : stop;
+    if (of->parents) return 0;
     int64_t first = of->window && own > of->window ? own - of->window : 0;
     if (of->chunked) {
         first = (of->start + own - 1) / of->window * of->window - of->start;
         first = first < 0 ? 0 : first;
     }
+    first = first > unseen ? first : unseen;
     return first < stop ? first : stop;
 }
 
@@ -401,16 +417,20 @@ static void expect_same_alone(const question *q, int seq, int64_t query, int64_t
     if (of->parents) return; /* a line of it is a causal call: tests/core */
     if (of->ahead) { /* as a query that sees all of the same tokens */
         of->skipped_tokens = first_seen(of, query), of->hidden_tokens = of->num_tokens - stop_seen(of, query);
-        of->window = of->ahead = 0, of->whole = 1;
+        of->window = of->ahead = 0, of->whole = 1, of->firsts = NULL;
     }
     if (!of->whole) of->num_tokens -= of->num_queries - 1 - query;
     if (of->num_tokens <= 0) return;
+    if (of->firsts) of->firsts += query;
     const int64_t shown = q->seqs[seq].num_tokens - of->hidden_tokens;
     of->hidden_tokens = of->num_tokens > shown ? of->num_tokens - shown : 0;
     of->num_queries = 1;
     const int64_t unseen = first_seen(of, 0);
+    const int64_t own_first = of->firsts ? *of->firsts : 0;
     const int dropped = (q->threads + query) % 2 && unseen < of->num_tokens && !prefix_matters(q, seq, unseen);
     memory runs = keep_tokens(of, dropped ? unseen : 0, of->num_tokens), near_runs = {0};
+    if (of->firsts) /* as many skipped tokens */
+        of->skipped_tokens = !dropped ? own_first : own_first > unseen ? own_first - unseen : 0, of->firsts = NULL;
     if (q->near.num_blocks) { /* of which it reads the tokens that it sees */
         kvc_seq *near = &alone.residuals[0];
         *near = q->residuals[seq];
@@ -499,6 +519,7 @@ static void step_attend(source *s, world *w) {
     for (int i = 0; i < q.num_seqs; i++) {
         drop_runs(&q.of[i]);
         if (q.seqs[i].parents) give_back(&q.tree[i]);
+        if (q.seqs[i].firsts) give_back(&q.firsts[i]);
         if (q.near.num_blocks) drop_runs(&q.near_of[i]);
     }
     if (q.near.num_blocks) {

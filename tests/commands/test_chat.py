@@ -380,7 +380,8 @@ def test_a_full_context_and_a_long_prompt_in_a_terminal(folder):
         (shorter,) = reports(it.until(REPORT.pattern))
         assert shorter["prompt"] <= 96 // 2 + 8
         assert "with this message alone" in it.say("def walk(path):" * 30, "not kept")
-    with Terminal(folder, TERM="dumb", KVCACHE_SIMD="scalar", KVCACHE_NUM_THREADS="1") as it:
+    slow = {"KVCACHE_SIMD": "scalar", "KVCACHE_NUM_THREADS": "1"}
+    with Terminal(folder, "--max-tokens", 4, TERM="dumb", **slow) as it:
         it.say("import os, sys " * 260, "reading: ")
         it.write("\x03")
         assert "[stopped; the message is not kept]" in it.until(r"kept\]")

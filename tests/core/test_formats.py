@@ -59,7 +59,7 @@ def test_the_largest_value(name):
             store.check_values(row, row)
 
 
-@pytest.mark.parametrize("name", ["f64", "", "F32", None, 4, ["q5"], np.array(["q4", "q8"])])
+@pytest.mark.parametrize("name", ["f64", "", "F32", None, 4, ["q7"], np.array(["q4", "q8"])])
 def test_what_is_no_format(name):
     """The message lists those that there are."""
     with pytest.raises(ValueError, match=re.escape("key_dtype: expected one of " + ", ".join(NAMES))):
@@ -95,7 +95,8 @@ def test_nobody_else_has_a_table():
 @pytest.mark.one_build
 @pytest.mark.parametrize(
     ("spelling", "name"),
-    [("fp16", "f16"), (np.float16, "f16"), (np.dtype(np.float32), "f32"), ("torch.float16", "f16"), ("q8_0", "q8")],
+    [("fp16", "f16"), (np.float16, "f16"), (np.dtype(np.float32), "f32"), ("torch.float16", "f16"), ("q8_0", "q8"),
+     ("q5_1", "q5")],
 )
 def test_the_names_of_other_libraries_are_answered(spelling, name):
     with pytest.raises(ValueError, match=f"^dtype: expected one of f32, .*; kvcache calls it '{name}'$"):

@@ -162,6 +162,7 @@ def test_a_network_without_windows_counts_as_before():
     assert cached._pool.prefixes[1:] == []
 
 
+@pytest.mark.one_build
 @pytest.mark.parametrize("seed", range(4))
 def test_random_conversations(seed):
     """Turns of several conversations, some rewritten: every answer has the bits of a cold run."""

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from chat_folders import chat_folder
 from tool_talks import TEMPLATE, TOOLS, at, result, said, uses
+from windowed_networks import Windowed
 
 from kvcache import BatchEngine, EvictionPolicy, InferenceEngine, PrefixCachedEngine, SamplingParams
 from kvcache.engine.edit_masks import EditMasks, seen_by
@@ -99,19 +100,23 @@ def test_what_has_no_masks_says_so(path):
 # -- bits --------------------------------------------------------------------------------------------------------
 
 
-def masked_logits(model, tokens, chain):
-    """The last logits by attention in float64 under a mask: `chain` has the tokens of edits, and what they clear."""
+def masked_logits(model, tokens, chain, window=None):
+    """The last logits by attention in float64 under a mask: `chain` has the tokens of edits, and what they clear.
+
+    All layers but the first have the window.
+    """
     count = len(tokens)
     mask = np.tril(np.ones((count, count), bool))
     for place, spans in chain:
         for start, stop in spans:
             mask[place:, start:stop] = False
+    distances = np.subtract.outer(np.arange(count), np.arange(count))
 
     def attend(layer, queries, keys, values):
         shared = queries.shape[1] // keys.shape[1]
         keys, values = (np.repeat(each.astype(np.float64), shared, 1) for each in (keys, values))
         scores = np.einsum("qhd,khd->hqk", queries, keys) / np.sqrt(queries.shape[2])
-        scores = np.where(mask, scores, -np.inf)
+        scores = np.where(mask if window is None or not layer else mask & (distances < window), scores, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
         return np.einsum("hqk,khd->qhd", weights, values).astype(np.float32)
@@ -134,6 +139,12 @@ def test_attention_is_that_of_a_mask(engine):
         engine.reset(value)
         got = engine.prefill_from_pos(prompt.tokens, value.num_tokens)
         np.testing.assert_allclose(got, masked_logits(engine.model, ids, chain), atol=2e-4)
+        for window in (20, 300):
+            other = InferenceEngine(Windowed(engine.model, window))
+            other.reset(value)
+            near = other.prefill_from_pos(prompt.tokens, value.num_tokens)
+            np.testing.assert_allclose(near, masked_logits(engine.model, ids, chain, window), atol=2e-4)
+            other.check()
         engine.reset()
         assert np.abs(engine.prefill_from_pos(ids, 0) - got).max() > 1e-2
 

@@ -11,6 +11,8 @@ from engines import GREEDY, PROMPT, Failing, assert_same_state, state
 from kvcache.engine import InferenceEngine, SamplingParams
 from kvcache.errors import OutOfMemoryError
 
+pytestmark = pytest.mark.one_build
+
 # ---------------------------------------------------------------- invalid arguments
 
 

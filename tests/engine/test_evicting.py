@@ -153,6 +153,7 @@ def test_survivors_by_sorting(seed):
 # ---------------------------------------------------------------- memory
 
 
+@pytest.mark.one_build
 @pytest.mark.parametrize("block_size", [1, 5, 16])
 def test_memory_is_freed(network, policies, block_size):
     """The peak is a budget and a chunk per layer for a text of any length; most of it is free after every call."""
@@ -172,6 +173,7 @@ def test_memory_is_freed(network, policies, block_size):
     engine.check()
 
 
+@pytest.mark.one_build
 def test_default_pool_is_enough_for_any_order_of_calls(network, policies):
     rng = np.random.default_rng(3)
     engine = make(network, policies[0], block_size=4, prefill_chunk=9, kv_budget=24)

@@ -15,6 +15,8 @@ from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.eviction import EvictionPolicy, EvictionStrategy
 from kvcache.texts.budgets import Budgets
 
+pytestmark = pytest.mark.one_build
+
 
 @pytest.fixture(params=POLICIES, ids=str)
 def policies(request):

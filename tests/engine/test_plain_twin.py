@@ -11,6 +11,8 @@ from windowed_networks import Windowed
 from kvcache import EvictionPolicy, InferenceEngine, PrefixCachedEngine
 from kvcache.engine import Transformer
 
+pytestmark = pytest.mark.one_build
+
 NETWORK = Transformer.from_pretrained(GOLDEN / "llama")
 KINDS = {
     "f32": (NETWORK, {"dtype": "f32"}),

@@ -15,7 +15,7 @@ from kvcache.errors import InvalidOperationError
 from kvcache.sampling.sampling import Sampler
 
 LENGTHS = (1, 15, 16, 17, 33, 200)
-FORMATS = [*((name, name) for name in ("f16", "q8", "q4", "q3", "q2")), ("q6", "q4"), ("f16", "q2"), ("q4", "f32")]
+FORMATS = [*((name, name) for name in ("f16", "q8", "q4", "q3", "q2")), ("q6", "q5"), ("f16", "q2"), ("q4", "f32")]
 SIXTEEN = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=16)
 
 

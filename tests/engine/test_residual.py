@@ -153,7 +153,7 @@ def test_default_lengths():
         return InferenceEngine(Echo(), **options).residual_length
 
     assert length() == length(dtype="f16") == length(dtype="q8") == 0
-    assert length(dtype="q6") == length(dtype="q4") == length(dtype="q3") == length(dtype="q8", value_dtype="q4") == 64
+    assert length(dtype="q6") == length(dtype="q5") == length(dtype="q3") == length(dtype="q8", value_dtype="q4") == 64
     assert length(dtype="q2") == length(dtype="q8", value_dtype="q2") == 128
     assert length(dtype="q2", residual_length=0) == 0
     assert length(dtype="f32", residual_length=7) == 7

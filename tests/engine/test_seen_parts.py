@@ -22,6 +22,8 @@ from kvcache.tiers.tiers import Tiers
 
 RNG = np.random.default_rng(70)
 FORMATS = {"f32": {}, "f16": {"dtype": "f16"}, "q8": {"dtype": "q8"}, "q4": {"dtype": "q4"}}
+# Golden networks with windows, and a format: beside whole layers, with sinks and packed, and alone.
+WINDOWED = {"gemma3": ("gemma3", "f16"), "gpt_oss": ("gpt_oss", "q4"), "mistral_window": ("mistral_window", "q8")}
 PARAMS = GREEDY.changed({"logprobs": 3, "max_tokens": 5})
 
 
@@ -87,10 +89,14 @@ def test_a_token_sees_each_position_before_it_once(link):
 @pytest.mark.one_build
 @pytest.mark.parametrize("name", [
     "llama", "qwen3_tied", "mistral_yarn", "phi3_longrope", "ministral3", "smollm3", "deepseek_v3", "glm4", "exaone4",
-    "minicpm", "hunyuan",
+    "minicpm", "hunyuan", "gemma2", "gemma3", "gpt_oss", "mistral_window", "qwen2_windows", "exaone4_windows",
+    "mimo_v2_flash", "starcoder2_window",
 ])
 def test_it_is_a_masked_text(name):
-    """RoPE of several kinds, in part, divided by length; MLA; norms before and behind it; layers without positions."""
+    """RoPE of several kinds, in part, divided by length; MLA; norms before and behind it; layers without positions.
+
+    Windows of 20 to 40 tokens, beside layers that keep all tokens or alone, with sinks, soft caps and other sizes.
+    """
     model = Transformer.from_pretrained(golden_folder(name))
     engine = InferenceEngine(model)
     by_distance = model.config.qk_norm != "turned"  # with norms behind RoPE scores are of positions
@@ -103,7 +109,8 @@ def test_it_is_a_masked_text(name):
         found = log_softmax(want)[np.arange(len(own) - 1), own[1:]]
         np.testing.assert_allclose(engine.score(own, prefix=prefix), found, atol=3e-4)
         engine.check()
-        assert engine.kept_positions(0).tolist() == [
+        whole = [i for i, each in enumerate(model.attention) if each.window is None]
+        assert not whole or engine.kept_positions(whole[0]).tolist() == [
             *np.sort(np.concatenate([each.positions for each in prefix.parts])),
             *range(base, base + len(own) - 1),
         ]
@@ -123,10 +130,12 @@ def test_one_segment_is_the_plain_text_but_for_rounding(network):
 # -- its bits ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, *WINDOWED])
 def test_bits_depend_on_the_request_alone(network, name, tmp_path):
     """Cold, warm, other orders first, in pieces, in batches, on threads, preempted, from a file and from a tier."""
-    options, asked = FORMATS[name] | {"residual_length": 0}, requests()
+    folder, dtype = WINDOWED.get(name, (None, name))
+    network = network if folder is None else Transformer.from_pretrained(golden_folder(folder))
+    options, asked = FORMATS[dtype] | {"residual_length": 0}, requests()
     want = [key(InferenceEngine(network, **options).complete(own, PARAMS, prefix=each)) for each, own in asked]
     for chunk in (1, 16, 64):
         pieces = InferenceEngine(network, prefill_chunk=chunk, **options)
@@ -157,8 +166,10 @@ def test_bits_depend_on_the_request_alone(network, name, tmp_path):
     assert preempted
 
 
-def test_one_document_stands_at_two_places_of_a_batch(network):
+@pytest.mark.parametrize("windows", [False, True])
+def test_one_document_stands_at_two_places_of_a_batch(network, windows):
     """In one request and in several at once, each place is turned by itself, and the document runs once."""
+    network = Windowed(network, 30, 12) if windows else network
     asked = [segmented((1, 1), 0), segmented((0, 1, 1), 16), segmented((1,), 0), segmented((2, 1), 16)]
     want = [key(InferenceEngine(network).complete(own, PARAMS, prefix=each)) for each, own in asked]
     batch = BatchEngine(network, num_blocks=200)
@@ -226,8 +237,10 @@ def test_threads_and_samples_have_their_bits(network):
     assert [found[number] for number in range(len(asked))] == want
 
 
-def test_a_directory_has_the_documents(network, tmp_path):
+@pytest.mark.parametrize("windows", [False, True])
+def test_a_directory_has_the_documents(network, tmp_path, windows):
     """Another process finds them there, but for the tokens behind the last whole group of a tier."""
+    network = Transformer.from_pretrained(GOLDEN / "gemma3") if windows else network
     long = [tokens(90), tokens(60), tokens(7)]
     asked = [(SeenParts.of_segments(HEAD, documents, 0)[0], QUESTION) for documents in (long, long[::-1])]
     asked.append((SeenParts.of_edit(tokens(70), [(3, 5)], SeenParts.of_edit(long[0], [(50, 70)])), QUESTION))
@@ -243,7 +256,8 @@ def test_a_directory_has_the_documents(network, tmp_path):
             cached = PrefixCachedEngine(InferenceEngine(network), 200, tiers=tiers)
             assert [key(cached.complete(own, PARAMS, prefix=each)) for each, own in asked] == want
     # A group of each text but the shortest document; the head, which two of them begin with, ran once.
-    assert counts[1] == counts[0] - (4 * 64 - 2 * len(HEAD))
+    assert windows or counts[1] == counts[0] - (4 * 64 - 2 * len(HEAD))
+    assert counts[1] < counts[0]
 
 
 def test_longrope_has_the_regime_of_the_request():
@@ -289,6 +303,69 @@ def test_many_parts_run_in_short_pieces(network):
     assert key(cached.complete(question, PARAMS, prefix=prefix)) == want
     assert key(batch.submit(question, PARAMS, prefix=prefix).completions()[0]) == want
     assert 2048 < max(passes) <= 4096
+
+
+# -- windows ----------------------------------------------------------------------------------------------------------
+
+
+def test_windows_keep_what_can_be_seen_alone(network):
+    """A segment too far from all tokens takes no memory there, and is cached without its window."""
+    model = Windowed(network, 30)
+    (far, own), (near, linked) = segmented((0, 1, 3), 0), segmented((0, 1, 3), 16)
+    cached = PrefixCachedEngine(InferenceEngine(model), 200)
+    window = cached._pool.groups[1]
+    for prefix, count in ((far, 1), (near, 3)):  # a document is near the links of the next one; the head is not
+        cached.inner.reset(prefix)
+        ids = window.part_ids(cached.inner._sequence.text.places[1])
+        held = [window.cache.get_sequence(each).num_tokens for each in ids if each >= 0]
+        assert len(held) == count
+        assert max(held) < 30 + 16
+    want = [key(InferenceEngine(model).complete(each, PARAMS, prefix=it)) for it, each in ((far, own), (near, linked))]
+    options = {"head": HEAD, "segments": [DOCUMENTS[i] for i in (0, 1, 3)]}
+    assert key(cached.complete(QUESTION, PARAMS, link=0, **options)) == want[0]
+    window.pages.clear()
+    found = cached.complete(QUESTION, PARAMS, link=0, **options)
+    assert key(found) == want[0]
+    assert [each.cached for each in found.segments[:2]] == [40, 33]
+    assert found.segments[2].cached < 50
+    window.pages.clear()
+    found = cached.complete(QUESTION, PARAMS, **options)
+    assert key(found) == want[1]
+    assert all(each.cached < each.tokens for each in found.segments)
+    cached.check()
+
+
+def test_windows_grow_for_many_segments(network):
+    """As far as memory allows; a request for which that is too little is refused by itself."""
+    model, documents = Windowed(network, 40), [tokens(45) for _ in range(9)]
+    prefix, again = SeenParts.of_segments(HEAD, documents, 16)
+    own = np.concatenate([again, QUESTION])
+    want = key(InferenceEngine(model, num_blocks=90).complete(own, PARAMS, prefix=prefix))
+    options = {"num_blocks": 90, "max_running": 1}
+    batch = BatchEngine(model, **options)
+    before = batch._pool.groups[1].cache.total_blocks
+    waiting = batch.submit(own, PARAMS, prefix=prefix)
+    run(batch)
+    assert key(waiting.completions()[0]) == want
+    assert before < batch._pool.groups[1].cache.total_blocks <= before + 90
+    settled(batch)
+    bytes_of_all = BatchEngine(model, **options).memory()["kv"]
+    limited = BatchEngine(model, max_memory_bytes=bytes_of_all, **options)
+    with pytest.raises(OutOfMemoryError):
+        limited.submit(own, PARAMS, prefix=prefix)
+    run(limited)
+    settled(limited)
+
+
+def test_windows_refuse_what_is_seen_from_within_a_text(network):
+    """Its newest tokens are not those that are seen."""
+    within = SeenParts((SeenPart(HEAD, ((0, 5),)),), 10)
+    behind = SeenParts((SeenPart(QUESTION, ((0, 9),), 0, within),), 40)
+    assert key(InferenceEngine(network).complete(QUESTION, PARAMS, prefix=within))
+    for prefix in (within, behind):
+        for call in (InferenceEngine(Windowed(network, 12)).complete, BatchEngine(Windowed(network, 12)).submit):
+            with pytest.raises(ValueError, match="prefix: expected parts that are seen from behind the ends"):
+                call(QUESTION, PARAMS, prefix=prefix)
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
@@ -341,7 +418,7 @@ def test_what_does_not_go_with_segments_is_refused_by_name(network):
     for call, kind, words in (
         (of(eviction_policy=None, sparse_tokens=64), ValueError, "segments: expected None with sparse_tokens"),
         (of(dtype="q4"), ValueError, "segments: expected None with a residual_length"),
-        (of(Windowed(network, 12)), ValueError, "segments: expected None with layers that have a window"),
+        (of(Windowed(network, 12, chunked=True)), ValueError, "segments: expected None with layers that attend"),
         (of(StateNetwork("one of each")), ValueError, "segments: expected None with layers that keep a state"),
         (lambda: InferenceEngine(network, dtype="q4").score(QUESTION, prefix=prefix), ValueError, "prefix: expected"),
         (lambda: BatchEngine(network).submit(QUESTION, segments=segments, prompt_logprobs=0), ValueError,

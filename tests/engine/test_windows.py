@@ -11,6 +11,7 @@ from kvcache.engine import InferenceEngine, PrefixCachedEngine
 from kvcache.errors import InvalidOperationError
 from kvcache.networks.protocols import LayerAttention
 
+pytestmark = pytest.mark.one_build
 SPARE = 64  # tokens before a window that stay
 
 
@@ -212,8 +213,8 @@ def test_a_failing_call_changes_nothing(kind, count, back):
         it.model.countdown = -1
         assert it.num_tokens == before
         it.check()
-        for group, first in zip(it._sequence.pool.groups[1:], it._sequence.text.places[1:], strict=True):
-            assert first <= group.first_seen(before - back)
+        for group, place in zip(it._sequence.pool.groups[1:], it._sequence.text.places[1:], strict=True):
+            assert place.first <= group.first_seen(before - back)
     more = np.concatenate([tokens[: 300 - back], prompt(8, 30)])
     it.model.expect(more, None)
     it.prefill_from_pos(more[300 - back :], 300 - back)

@@ -100,7 +100,7 @@ def test_several_turns(kind):
             same(got, want)
 
 
-@pytest.mark.parametrize("dtype", ["f16", "q8", "q6", "q4", "q3", "q2"])
+@pytest.mark.parametrize("dtype", ["f16", "q8", "q6", "q5", "q4", "q3", "q2"])
 def test_formats_answer_alike(dtype):
     """Every storage format generates; the finer it is, the nearer its logits are."""
     model = model_of("llama")
@@ -111,6 +111,6 @@ def test_formats_answer_alike(dtype):
     got = run(model, cache, IDS, MASK, max_new_tokens=1).logits[0]
     model.set_attn_implementation("sdpa")
     error = float((got - want).abs().max() / (want.max() - want.min()))
-    assert error < {"f16": 1e-3, "q8": 0.02, "q6": 0.05, "q4": 0.2, "q3": 0.4, "q2": 0.8}[dtype]
+    assert error < {"f16": 1e-3, "q8": 0.02, "q6": 0.05, "q5": 0.1, "q4": 0.2, "q3": 0.4, "q2": 0.8}[dtype]
     assert error > 0
     cache.check()

@@ -142,7 +142,7 @@ def refusals(known):
         ({"dtype": "auto:4", "key_dtype": "q8", "calibrate": known}, ValueError, "key_dtype: expected None, a"),
         ({"dtype": Sixteenths(), "calibrate": known}, ValueError, "calibrate: expected none for keys of a for"),
         ({"dtype": Sixteenths}, TypeError, "dtype: expected an object with `encode` and `decode`, got the class"),
-        ({"dtype": torch.float16}, ValueError, "dtype: expected one of f32, f16, q8, q6, q4, q3, q2, got torc"),
+        ({"dtype": torch.float16}, ValueError, "dtype: expected one of f32, f16, q8, q6, q5, q4, q3, q2, got torc"),
     ]
 
 

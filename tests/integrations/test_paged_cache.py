@@ -280,7 +280,7 @@ def test_what_cannot_be_right_raises():
     states._layer.state.epoch += 1
     with pytest.raises(RuntimeError, match="expected a cache without changes since `update`"):
         states + 0
-    for bad in ({"dtype": "q5"}, {"block_size": 0}, {"max_memory_bytes": "much"}):
+    for bad in ({"dtype": "q7"}, {"block_size": 0}, {"max_memory_bytes": "much"}):
         with pytest.raises(ValueError, match="expected"):
             PagedCache(config(), **bad)
 

@@ -8,13 +8,13 @@ from pace import FAST, half
 
 from kvcache.kernels import kernelcalls
 
-TOLERANCE = {"f32": 5e-6, "f16": 5e-6, "q8": 0.01, "q6": 0.01, "q4": 0.01, "q3": 0.01, "q2": 0.01}
+TOLERANCE = {"f32": 5e-6, "f16": 5e-6, "q8": 0.01, "q6": 0.01, "q5": 0.01, "q4": 0.01, "q3": 0.01, "q2": 0.01}
 FORMATS = [*((name, name) for name in TOLERANCE), ("q4", "f16"), ("f32", "q8"), ("q8", "q3")]
 WINDOWS = [1, 2, 15, 16, 17, 63, 64, 65, 511, 512, 513, 5000]
 
 
 def compare(rng, s, num_queries, group=2, *, threads=1, spread=1.0, scale=None, starts=None, window=0, softcap=0.0,
-            sinks=None, hidden=0, whole=False, parents=None, both=False, chunked=False):
+            sinks=None, hidden=0, whole=False, parents=None, both=False, chunked=False, firsts=None):
     """One call over all sequences of s against the oracle: output, scores and lse."""
     heads, dim = s.layout.num_heads, s.layout.head_dim
     scale = dim**-0.5 if scale is None else scale
@@ -28,6 +28,7 @@ def compare(rng, s, num_queries, group=2, *, threads=1, spread=1.0, scale=None, 
         s.layout, s.arena, [(runs, n, 0) for runs, n in zip(s.runs, num_queries, strict=True)], queries, scale, out=out,
         scores=scores, lse=lse, hidden_tokens=hidden, starts=starts, window=window, softcap=softcap, sinks=sinks,
         whole=whole, ahead=window - 1 if both else 0, tree=tree, threads=threads, chunked=chunked,
+        firsts=firsts,
     )
     tolerance = max(TOLERANCE[name] for name in s.formats) + 2e-6 * (spread - 1)  # scores of this size are rounded
     at = token = 0
@@ -36,7 +37,7 @@ def compare(rng, s, num_queries, group=2, *, threads=1, spread=1.0, scale=None, 
             queries[at : at + n], s.read_keys[i], s.read_values[i], scale, shown=shown[i], window=window or None,
             softcap=softcap or None, sinks=sinks if np.ndim(sinks) < 2 else sinks[at : at + n],
             causal=not (whole or both), parents=parents and parents[i], chunked=chunked,
-            start=0 if starts is None else starts[i],
+            start=0 if starts is None else starts[i], firsts=None if firsts is None else firsts[at : at + n],
         )
         largest = np.abs(s.read_values[i]).max(initial=1e-3) if tolerance > 1e-3 else 1e-3
         limit = tolerance * np.maximum(np.abs(expected).max(-1, keepdims=True), largest)
@@ -87,6 +88,19 @@ def test_all_options_at_once(rng, formats, dim):
         sinks = rng.standard_normal(2 * group).astype(np.float32)
         for num_queries, window in (([1, 1], 100), ([60, 40], 33)):
             compare(rng, s, num_queries, group, window=window, softcap=2.0, sinks=sinks, starts=[1000, 5], threads=2)
+
+
+@pytest.mark.parametrize("name", ["f32", "f16", "q8", "q4"])
+@pytest.mark.parametrize("holes", [False, True])
+def test_each_query_has_first_tokens_of_its_own(rng, name, holes):
+    """Causal, with a window, or all of what is shown; up to no token."""
+    s = Scattered(rng, [700, 40, 1100], block_size=16, key_format=name, value_format=name, holes=holes)
+    for num_queries in ([1, 1, 1], [70, 9, 0], [3, 40, 130]):
+        firsts = np.concatenate([
+            np.sort(rng.integers(0, len(keys) + 40, n)) for keys, n in zip(s.keys, num_queries, strict=True)
+        ])
+        for more in ({}, {"window": 60}, {"whole": True}, {"whole": True, "starts": [0, 33, 1500], "hidden": 5}):
+            compare(rng, s, num_queries, firsts=firsts, threads=int(rng.integers(1, 4)), **more)
 
 
 @pytest.mark.parametrize("holes", [False, True])

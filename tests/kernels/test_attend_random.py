@@ -6,7 +6,7 @@ from oracles import kernels as oracle
 from kvcache import PagedKvCache, get_num_threads, set_num_threads
 
 # Relative to the largest output of a row, as stated in kvc_attend.c and, for integer products, in kvc_tiles.h.
-TOLERANCE = {"f32": 5e-6, "f16": 5e-6, "q8": 0.01, "q6": 0.01, "q4": 0.01, "q3": 0.01, "q2": 0.01}
+TOLERANCE = {"f32": 5e-6, "f16": 5e-6, "q8": 0.01, "q6": 0.01, "q5": 0.01, "q4": 0.01, "q3": 0.01, "q2": 0.01}
 FORMATS = list(TOLERANCE)
 
 

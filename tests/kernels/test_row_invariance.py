@@ -9,7 +9,7 @@ from kvcache import PagedKvCache, get_num_threads, set_num_threads
 from kvcache.kernels import kernelcalls, kernels
 
 FORMATS = [
-    *((name, name) for name in ("f32", "f16", "q8", "q6", "q4", "q3", "q2")),
+    *((name, name) for name in ("f32", "f16", "q8", "q6", "q5", "q4", "q3", "q2")),
     ("f32", "q4"), ("q8", "f16"), ("q4", "q8"), ("q8", "q2"), ("q3", "f32"),
 ]
 

@@ -8,7 +8,7 @@ from kvcache import PagedKvCache
 from kvcache.kernels.matrix import Matrix
 
 pytestmark = pytest.mark.one_build
-BITS = {"q8": 8, "q6": 6, "q4": 4, "q3": 3, "q2": 2}
+BITS = {"q8": 8, "q6": 6, "q5": 5, "q4": 4, "q3": 3, "q2": 2}
 
 
 def normal(rng, *shape):
@@ -40,8 +40,8 @@ def test_rows(rng):
 
 def test_attention(rng):
     for name, dim, num_tokens in (
-        ("f32", 40, 130), ("f16", 64, 33), ("q8", 64, 1060), ("q6", 32, 17), ("q4", 64, 140), ("q3", 32, 129),
-        ("q2", 32, 1),
+        ("f32", 40, 130), ("f16", 64, 33), ("q8", 64, 1060), ("q6", 32, 17), ("q5", 64, 140), ("q4", 64, 140),
+        ("q3", 32, 129), ("q2", 32, 1),
     ):
         keys, values, q = normal(rng, num_tokens, dim), normal(rng, num_tokens, dim), 3 * normal(rng, 1, 1, dim)
         cache = cached(name, keys, values)
@@ -55,6 +55,10 @@ def test_attention(rng):
             got = cache.attention(0, q, [0], window=window, chunked=chunked)
             unseen = (num_tokens - 1) // window * window if chunked else max(0, num_tokens - window)
             same(got.ravel(), bits.attended(q.ravel(), dim**-0.5, *sides, num_tokens, unseen))
+        firsts = np.array([0, num_tokens // 3, num_tokens // 3, num_tokens - 1])
+        got = cache.attention(0, q.repeat(4, axis=0), [0], query_lens=[4], causal=False, firsts=firsts)
+        for row, unseen in zip(got, firsts.tolist(), strict=True):
+            same(row.ravel(), bits.attended(q.ravel(), dim**-0.5, *sides, num_tokens, unseen))
 
 
 def test_products(rng):

@@ -1,8 +1,8 @@
 """Every SIMD level gives the digests of `tests/golden/digests.json`, whatever the CPU and the compiler.
 
 `golden/make_digests.py` makes the file. Without the package gguf its entries of GGUF files are left out. Every eighth
-network is taken with KVCACHE_TESTS=fast, for an emulator, and without --all at the scalar level, which is the slowest:
-the gate simd takes all.
+network is taken with KVCACHE_TESTS=fast, for an emulator, and beside other levels at the scalar one, which is the
+slowest: tests/ckernels compares its kernels with those of the others, by each compiler.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.one_build
 
 
 @pytest.mark.parametrize("level", kernels.simd_levels())
-def test_networks_have_the_same_bits_everywhere(level, request):
-    few = FAST or (level == "scalar" and not request.config.getoption("--all"))
+def test_networks_have_the_same_bits_everywhere(level, long):
+    few = FAST or (level == "scalar" and len(kernels.simd_levels()) > 1 and not long)
     has_gguf = find_spec("gguf") is not None
     expected = json.loads(PATH.read_text())
     with kernels.use_simd(level):

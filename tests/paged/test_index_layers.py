@@ -141,7 +141,7 @@ def test_what_is_refused(rng):
     with pytest.raises(ValueError, match=r"index_layers: expected 0 without layers of latent rows, got 1"):
         PagedKvCache(4, 16, 1, 8, index_layers=1)
     for name, value, message in (
-        ("index_dim", 20, "index_dim: expected a multiple of 8"), ("index_dtype", "q5", "index_dtype: expected one of"),
+        ("index_dim", 20, "index_dim: expected a multiple of 8"), ("index_dtype", "q7", "index_dtype: expected one of"),
         ("index_layers", -1, "index_layers: expected"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -10,7 +10,7 @@ from kvcache import PagedKvCache, merge_attention
 from kvcache.kernels import kernelcalls
 from kvcache.kernels.functions import merge_parts
 
-FORMATS = {"f32": 2e-5, "f16": 2e-5, "q8": 0.01, "q6": 0.01, "q4": 0.01, "q3": 0.01, "q2": 0.01}
+FORMATS = {"f32": 2e-5, "f16": 2e-5, "q8": 0.01, "q6": 0.01, "q5": 0.01, "q4": 0.01, "q3": 0.01, "q2": 0.01}
 
 
 @pytest.mark.parametrize(("hidden", "threads"), [(0, 1), (1, 3), (16, 1), (15, 3), (1000, 1), (17, 3), (40, 1)])

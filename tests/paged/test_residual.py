@@ -168,6 +168,7 @@ def test_what_a_residual_refuses(rng):
     query = np.zeros((1, HEADS, DIM), np.float32)
     for name, value in {
         "window": 5, "mask": [-1], "starts": [3], "skip_tokens": 1, "causal": False, "sink_queries": query,
+        "firsts": [0],
     }.items():
         with pytest.raises(ValueError, match=f"^{name}: expected .* with residual_length 32"):
             cache.attention(0, query, [1], **{name: value})

@@ -8,7 +8,7 @@ from kvcache import PagedKvCache, get_num_threads, set_num_threads
 
 DIM, COUNT = 32, 11
 FORMATS = ["f32", "f16", "q8", "q4", ("q8", "q3"), ("f16", "q4")]
-OF_EACH = ("starts", "mask", "sink_queries")  # arrays with an element of each sequence or query
+OF_EACH = ("starts", "mask", "sink_queries", "firsts")  # arrays with an element of each sequence or query
 LENGTHS = [(300, (1, 2)), (1100, (300, 40, 1, 5)), (2500, (700, 1, 90))]  # shared tokens, and own ones in turn
 SHAPES = [(16, 3, 1), (48, 1, 2), (10, 2, 1), (256, 2, 2), (16, 1, 3)]  # of blocks, heads and groups
 
@@ -90,7 +90,7 @@ def test_options_with_which_they_see_other_tokens(threads_kept, rng):
     parents = np.concatenate([[rng.integers(-1, i) for i in range(n)] for n in lens])
     for options in (
         {"window": 1000}, {"window": 1 << 40}, {"skip_tokens": 3}, {"starts": rng.integers(0, 3, COUNT) * 100},
-        {"mask": parents}, {"softcap": 5.0}, {"sinks": np.zeros(2, np.float32)},
+        {"mask": parents}, {"firsts": np.full(lens.sum(), 3)}, {"softcap": 5.0}, {"sinks": np.zeros(2, np.float32)},
     ):
         expect_same_alone(rng, cache, 1, lens, **options)
 

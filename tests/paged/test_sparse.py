@@ -7,7 +7,7 @@ from pace import FAST
 
 from kvcache import Calibration, PagedKvCache, set_num_threads
 
-FORMATS = [("f32", "f32"), ("f16", "f16"), ("q8", "q8"), ("q4", "q4"), ("q4", "f16"), ("q3", "q6")]
+FORMATS = [("f32", "f32"), ("f16", "f16"), ("q8", "q8"), ("q4", "q4"), ("q4", "f16"), ("q3", "q5")]
 
 
 def make(tokens, heads=2, dim=64, block_size=32, **options):
@@ -261,7 +261,7 @@ def test_what_is_excluded_is_named(rng):
     lists = np.zeros((1, 2, 1), np.int32)
     for options in (
         {"window": 10}, {"causal": False}, {"skip_tokens": 1}, {"return_scores": True}, {"sink_queries": queries},
-        {"starts": [1]}, {"mask": [-1]}, {"top_tokens": 0},
+        {"starts": [1]}, {"mask": [-1]}, {"firsts": [0]}, {"top_tokens": 0},
     ):
         for own in ({"top_tokens": 64}, {"tokens": lists}):
             with pytest.raises(ValueError, match=next(iter(options))):

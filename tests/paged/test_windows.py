@@ -9,7 +9,7 @@ from kvcache import PagedKvCache, get_num_threads, set_num_threads
 from kvcache.kernels import kernels
 
 FORMATS = [
-    *((name, name) for name in ("f32", "f16", "q8", "q6", "q4", "q3", "q2")), ("f32", "q4"), ("q8", "f16"),
+    *((name, name) for name in ("f32", "f16", "q8", "q6", "q5", "q4", "q3", "q2")), ("f32", "q4"), ("q8", "f16"),
     ("q4", "q8"),
 ]
 WINDOWS = [1, 2, 15, 16, 17, 63, 64, 65, 511, 512, 513, 3000]
@@ -182,6 +182,10 @@ def test_bad_arguments(rng):
         ({"mask": [0]}, ValueError, "mask: expected -1 to -1 as parent of query 0 of sequence 0, got 0"),
         ({"mask": [-2]}, ValueError, "mask: expected -1 to -1"),
         ({"mask": [0.5]}, TypeError, "mask: expected integers"),
+        ({"firsts": [0], "mask": [-1]}, ValueError, "firsts: expected None beside mask"),
+        ({"firsts": [0, 0]}, ValueError, "firsts: expected 1 numbers, one per query, got 2"),
+        ({"firsts": [-1]}, ValueError, "firsts: expected at least 0 of query 0 of sequence 0"),
+        ({"firsts": [0.5]}, TypeError, "firsts: expected integers"),
         ({"return_scores": "heads"}, ValueError, "return_scores: expected False, True or"),
     ):
         with pytest.raises(error, match=message):

@@ -298,6 +298,7 @@ def test_every_format_on_either_side(key: str, value: str) -> None:
     assert table.block_memory_bytes == trie.memory_bytes == cost
 
 
+@pytest.mark.one_build
 def test_no_module_uses_the_clock_or_random_numbers() -> None:
     """Recency is a counter; only sampling and seeds draw numbers. A chat template may ask for the date."""
     house = Path(kvcache.__file__).parent

@@ -2,7 +2,7 @@
 
 An interrupt may occur between any two lines of Python; the state is mended before the next call (core/locks.pyx). By
 default some of the lines of `kvcache/` that a call executes are interrupted, with --long every execution of every
-line.
+line. Compiled calls are whole here: test_interrupts_caches.py interrupts them, in every build.
 """
 
 import gc
@@ -16,7 +16,7 @@ from subjects.interrupts import Lines, places
 from kvcache import Calibration, EvictionPolicy
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = [pytest.mark.exhaustive, pytest.mark.one_build]
 
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
 TEXT = np.random.default_rng(5).integers(0, 200, 90).astype(np.uint32)

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.exhaustive
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
 
 
+@pytest.mark.one_build
 @pytest.mark.parametrize("dtype", ["f32", "q4"])
 def test_requests_over_a_cache_that_is_far_too_small(network, long, dtype):
     """Prompts of 1 token up to the limit with shared heads; 10,000 of them with --long. q4 has a residual."""

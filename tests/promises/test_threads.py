@@ -222,6 +222,7 @@ def run_saying(said, code):
     )
 
 
+@pytest.mark.one_build
 @pytest.mark.parametrize("said", [{}, {NAME: "20"}])
 def test_the_environment_stays_as_it_was(said):
     run = run_saying(said, f"import os, kvcache; print(os.environ.get({NAME!r}))")

@@ -18,7 +18,7 @@ from kvcache.tiers import Tiers
 
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=64)
 SHORT = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
-PAIRS = [("f32", "f32"), ("f16", "f16"), ("q8", "q4"), ("q3", "q6")]
+PAIRS = [("f32", "f32"), ("f16", "f16"), ("q8", "q4"), ("q3", "q5")]
 
 
 def engine(model, blocks=64, **options):

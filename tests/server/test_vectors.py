@@ -169,6 +169,7 @@ def test_the_bytes_of_vectors_of_a_body_are_bounded(folders):
         Served(folders["mean"], limits={"max_vectors": 0})
 
 
+@pytest.mark.one_build
 def test_ten_thousand_texts_in_a_body(served):
     texts = ["x"] * 9997 + [" ", "", "y"]
     status, answer = ask(served, "/embeddings", {"input": texts, "encoding_format": "base64", "dimensions": 4})

@@ -130,7 +130,7 @@ def test_layers_with_windows(kind):
 def test_windows_and_little_memory(name, dtype):
     """Texts share prefixes, grow past their windows, guess, are preempted, and continue at cached windows."""
     model = Transformer.from_pretrained(golden_folder(name))
-    made = prompts(15, 14, 60, model.config.vocab_size)
+    made = prompts(15, 9, 60, model.config.vocab_size)
     asked = [(prompt, repeating(i, 60, logprobs=1)) for i, prompt in enumerate(made)]
     stats = all_of(model, asked, 18, dtype=dtype, block_size=8)
     assert stats.preemptions > 0

@@ -31,6 +31,8 @@ OPTIONS = {
     "groups of 64": {"dtype": "q4"},
     "a window": {"dtype": "q8"},
     "two windows": {"dtype": "f16"},
+    "windows alone": {"dtype": "q8"},
+    "gemma3": {"dtype": "q4", "residual_length": 0},
     "chunks": {"dtype": "q4", "residual_length": 0},
     "a state": {"dtype": "f16"},
     "a state, groups of 12": {"dtype": "q4", "residual_length": 12},
@@ -45,6 +47,8 @@ OPTIONS = {
 NETWORKS = {
     "indexers, f16": INDEXED, "indexers, q4": INDEXED,
     "a window": Windowed(NETWORK, 10), "two windows": Windowed(NETWORK, 30, 5),
+    "windows alone": Transformer.from_pretrained(GOLDEN / "mistral_window"),
+    "gemma3": Transformer.from_pretrained(GOLDEN / "gemma3"),
     "chunks": Windowed(NETWORK, 12, chunked=True), "a state": StateNetwork("one of each"),
     "a state, groups of 12": StateNetwork("one of each"), "states alone": StateNetwork("states alone"),
     "latent rows, groups of 12": LATENT,
@@ -53,7 +57,8 @@ NETWORKS = {
 ALONE = {kind: Alone(NETWORKS.get(kind, NETWORK), block_size=8, **options) for kind, options in OPTIONS.items()}
 
 
-SEEING = ["f32", "f16", "q8", "q4"]  # kinds whose texts may see parts of cached texts
+# Kinds whose texts may see parts of cached texts.
+SEEING = ["f32", "f16", "q8", "q4", "a window", "two windows", "windows alone", "gemma3"]
 HEAD = PROMPTS[0][:11]
 
 

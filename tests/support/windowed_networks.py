@@ -49,7 +49,8 @@ class Windowed:
         self.attention = (*each, *[each[-1]] * (model.config.num_layers - len(each)))
         self.fingerprint = f"{sizes} tokens{', in chunks' * chunked}"
 
-    def forward(self, tokens, positions, attend, logits, **places):
+    def forward(self, tokens, positions, attend, logits, *, sink_positions=None, sink_rows=None, **places):
+        places |= {"sink_positions": sink_positions, "sink_rows": sink_rows}
         return self.model.forward(tokens, positions, attend, logits, **places)
 
 

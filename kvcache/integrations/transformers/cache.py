@@ -66,9 +66,10 @@ class PagedCache(DynamicCache):
 
     Args:
         config: of the model.
-        dtype: storage format, "f32", "f16", "q8", "q6", "q4", "q3" or "q2"; `key_dtype`, `value_dtype` name them apart.
-            A list or tuple has one for each layer, "auto:4.0" chooses them within a budget of bits per value, by the
-            losses of the calibration. A `Format` in Python is applied to what is written, and stored in f32.
+        dtype: storage format, "f32", "f16", "q8", "q6", "q5", "q4", "q3" or "q2"; `key_dtype`, `value_dtype` name
+            them apart. A list or tuple has one for each layer, "auto:4.0" chooses them within a budget of bits per
+            value, by the losses of the calibration. A `Format` in Python is applied to what is written, and stored in
+            f32.
         block_size: tokens per block, 1 to 256.
         max_memory_bytes: the most bytes of K and V, an int or a text such as "1GiB"; None: they grow with the text.
         eviction_policy: which tokens of a layer with full attention stay: `EvictionPolicy.SlidingWindow`, `H2O` or

@@ -4,8 +4,8 @@
       |---------------|
     FIRST  NEXT  NEXT  REMOVED  FIRST  CLEARED ..
 
-The writer is a call of the index, the reader another thread; both run compiled code with the interpreter's lock, so
-neither sees the other half done. A record costs two hashes and a copy of a page's tokens, and takes no memory: if the
+The writer is a call of the index, the reader another thread; both run compiled code with the interpreter's lock, or in
+critical sections of the ring where there is none, so neither sees the other half done. A record costs two hashes and a copy of a page's tokens, and takes no memory: if the
 ring is full, it drops what comes, and is to be emptied by a snapshot of the index (`PrefixIndex.snapshot`). So a reader
 that is late costs the index nothing, and has no gap.
 
@@ -62,5 +62,6 @@ cdef class EventBuffer:
     cdef void removed(self, uint64_t page, int64_t space, const uint32_t *tokens) noexcept
     cdef void cleared(self) noexcept
     cdef void left(self, int64_t space) noexcept
+    cdef void lose(self, int64_t count) noexcept    # records that were taken
     cdef event_t *next_record(self) noexcept
     cdef Py_ssize_t copy_out(self, event_t *events, uint32_t *tokens, Py_ssize_t most) noexcept

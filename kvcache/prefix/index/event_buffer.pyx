@@ -1,5 +1,6 @@
 """Records of what an index has stored and removed; drawn and explained in event_buffer.pxd."""
 
+cimport cython
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
@@ -62,6 +63,7 @@ cdef class EventBuffer:
         self.head += 1
         return &self.events[(self.head - 1) % self.capacity]
 
+    @cython.critical_section
     cdef void stored(self, int64_t kind, uint64_t page, uint64_t parent, int64_t space,
                      const uint32_t *tokens) noexcept:
         cdef event_t *record = NULL    # gcc cannot see that a record is read only where there is one
@@ -70,17 +72,20 @@ cdef class EventBuffer:
         record[0] = event_t(page=page, parent=parent, space=space, kind=kind)
         memcpy(self.tokens + (record - self.events) * self.page_size, tokens, self.page_size * sizeof(uint32_t))
 
+    @cython.critical_section
     cdef void removed(self, uint64_t page, int64_t space, const uint32_t *tokens) noexcept:
         cdef event_t *record = NULL
         if not is_partial(tokens, self.page_size) and (record := self.next_record()) != NULL:
             record[0] = event_t(page=page, parent=0, space=space, kind=REMOVED)
 
+    @cython.critical_section
     cdef void cleared(self) noexcept:
         """Note that no page is cached, which makes up for all that was not taken or dropped before."""
         self.head = self.tail = 0
         self.is_full = False
         self.next_record()[0] = event_t(page=0, parent=0, space=self.num_spaces, kind=CLEARED)
 
+    @cython.critical_section
     cdef void left(self, int64_t space) noexcept:
         cdef event_t *record = self.next_record()
         if record != NULL:
@@ -88,6 +93,7 @@ cdef class EventBuffer:
 
     # -- a reader takes -------------------------------------------------------------------------------------
 
+    @cython.critical_section
     cdef Py_ssize_t copy_out(self, event_t *events, uint32_t *tokens, Py_ssize_t most) noexcept:
         cdef Py_ssize_t n = 0 if self.is_full else min(most, self.head - self.tail), size = self.page_size, i, at
         for i in range(n):
@@ -113,15 +119,20 @@ cdef class EventBuffer:
                     self.salts.pop(number, None)
             return Noted(events, tokens, salts)
         except BaseException:
-            self.is_full = True
-            self.dropped += n
+            self.lose(n)
             raise
+
+    @cython.critical_section
+    cdef void lose(self, int64_t count) noexcept:
+        self.is_full = True
+        self.dropped += count
 
     def restart(self, spaces):
         """Drop all records: a snapshot, which names these namespaces (a set of numbers), has taken their place."""
         salts = {number: text for number, text in self.salts.items() if number in spaces}
-        self.dropped += self.head - self.tail
-        self.head, self.tail, self.is_full, self.salts = 0, 0, False, salts
+        with cython.critical_section(self):
+            self.dropped += self.head - self.tail
+            self.head, self.tail, self.is_full, self.salts = 0, 0, False, salts
 
     # -- reports --------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ Over an `EntryTrie` the index has entries: texts that are stored, used, evicted 
 page. An entry is evicted even if it is claimed; its pages keep their slots as long as the claim has them.
 """
 
+cimport cython
 cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
@@ -92,8 +93,9 @@ cdef class PrefixIndex:
             self.miss_reasons = MissReasons(slots, most_ghosts)
 
     def __len__(self):
-        """Pages, or entries, that are cached."""
-        return self.trie.table.num_entries if self.entries else self.trie.table.num_pages
+        """Pages, or entries, that are cached; asked for without the lock too."""
+        with cython.critical_section(self):    # of `empty`
+            return self.trie.table.num_entries if self.entries else self.trie.table.num_pages
 
     # -- namespaces -----------------------------------------------------------------------------------------
 
@@ -427,7 +429,9 @@ cdef class PrefixIndex:
             self.miss_reasons.cached = cached
         if self.events is not None:
             self.events.cleared()
-        self.trie, self.current = trie, None
+        with cython.critical_section(self):
+            self.trie = trie
+        self.current = None
         self.by_name.clear()
         self.by_root.clear()    # last, since this runs the finalisers of names
 

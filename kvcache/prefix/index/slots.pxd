@@ -16,7 +16,8 @@ A `Claim` owns references, and returns them however a call ends. They are in one
     kept     until the claim is dropped: a caller holds it longer, a session or a state.
 
 Deallocation may happen inside of another call (garbage collection), so it only moves the references to the end of the
-brief ring, which takes no memory. The next call returns all that is over, from that end on.
+brief ring, which takes no memory. The next call returns all that is over, from that end on. It needs no lock of the
+cache, so the rings are walked and changed in critical sections of the `Slots`: nothing without the GIL comes between.
 
 A page that is looked up stays in the trie, with all pages before it (`page_t.pins`). An eviction that meets a pinned
 page at the end of a leaf parks the leaf, as a pin on its node, until the page is unpinned; so the victim is found in
@@ -75,6 +76,7 @@ cdef class Slots:
     cdef TokenTrie trie                # the trie of the parked leaves
 
     cdef Claim claim_of(self, Py_ssize_t n)                     # an empty claim with room for n pages
+    cdef void count_claims(self, int32_t *count, bint references, bint pins) noexcept    # add to the count of each page
     cdef void keep(self, Claim claim, Py_ssize_t n) noexcept    # reference its first n pages, and keep them in the trie
     cdef void release_pages(self, const int32_t *pages, Py_ssize_t n) noexcept    # one reference on each
     cdef void name_(self, int32_t page, int64_t clock, bint waits) noexcept

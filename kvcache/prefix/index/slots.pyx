@@ -122,7 +122,8 @@ cdef class Slots:
             raise MemoryError(f"no memory for a claim on {n} pages")
         data.pages, data.pinned, data.call = <int32_t *>(data + 1), -1, 0 if self.lock is None else self.lock.calls
         data.next = data.before = data
-        link(data, &self.rings[BRIEF])
+        with cython.critical_section(self):
+            link(data, &self.rings[BRIEF])
         claim.slots, claim.data, claim.tail = self, data, -1
         return claim
 
@@ -144,6 +145,7 @@ cdef class Slots:
         if n:
             self.pool.release_each(pages, n, 1)
 
+    @cython.critical_section
     cpdef void release_dropped(self, bint kept=False) noexcept:
         """Return the references of claims that are over; `kept`: and of those that callers keep."""
         cdef int64_t call = 0 if self.lock is None else self.lock.calls
@@ -276,10 +278,14 @@ cdef class Slots:
 
         int32 `(num_pages,)`.
         """
-        cdef Py_ssize_t i, ring
         records = self.records()
         out = records["lookups"] + records["named"] if references else records["lookups"].copy()
-        cdef int32_t *count = int32s(out)
+        self.count_claims(int32s(out), references, pins)
+        return out
+
+    @cython.critical_section
+    cdef void count_claims(self, int32_t *count, bint references, bint pins) noexcept:
+        cdef Py_ssize_t i, ring
         cdef claim_t *claim
         for ring in range(NUM_RINGS):
             claim = self.rings[ring].next
@@ -289,7 +295,6 @@ cdef class Slots:
                 if pins and claim.pinned >= 0:
                     count[claim.pinned] += 1
                 claim = claim.next
-        return out
 
     @property
     def nbytes(self):
@@ -325,16 +330,18 @@ cdef class Claim:
     def __dealloc__(self):
         if self.data == NULL:
             return
-        if self.data.next == self.data:
-            free(self.data)
-        else:
-            unlink(self.data)
-            self.data.call = -1
-            link(self.data, self.slots.rings[BRIEF].before)
+        with cython.critical_section(self.slots):
+            if self.data.next == self.data:
+                free(self.data)
+            else:
+                unlink(self.data)
+                self.data.call = -1
+                link(self.data, self.slots.rings[BRIEF].before)
 
     def release(self):
         """Give the references back; a second call does nothing. To be called with the cache's lock held."""
-        end_claim(self.slots, self.data)
+        with cython.critical_section(self.slots):
+            end_claim(self.slots, self.data)
 
     @property
     def released(self):
@@ -343,9 +350,10 @@ cdef class Claim:
 
     def keep(self):
         """Keep the references after the call that made this."""
-        if not self.released:
-            unlink(self.data)
-            link(self.data, &self.slots.rings[KEPT])
+        with cython.critical_section(self.slots):
+            if self.data.next != self.data:
+                unlink(self.data)
+                link(self.data, &self.slots.rings[KEPT])
 
     def cut(self, Py_ssize_t n):
         """Release all pages but the first `n`, of a claim from `Slots.take`."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,9 @@ from kvcache.texts.text import Text, Tokens
 from kvcache.tiers.source import TierSource
 from kvcache.tiers.tiers import Tiers
 from kvcache.tiers.windows import WindowSource
+
+if TYPE_CHECKING:
+    from kvcache.texts.kinds.part_sequences import PartRows
 
 __all__ = ["Ids", "LayerCall", "LayerKind", "Layers", "Lens", "Named", "PagesOf", "calls_of"]
 
@@ -117,6 +120,12 @@ class Layers(ABC):
     @abstractmethod
     def attend(self, texts: Sequence[Text], index: int, ids: Ids, lens: Lens) -> tuple[LayerCall, dict[str, Any]]:
         """The attention of these layers for one pass over the next `lens` tokens; keyword arguments of the network."""
+
+    def attend_behind(
+        self, texts: Sequence[Text], index: int, ids: Ids, lens: Lens, rows: PartRows | None
+    ) -> LayerCall:
+        """The same where some texts stand behind something: `rows` see parts of cached texts; None: no row does."""
+        return self.attend(texts, index, ids, lens)[0]
 
     def ran(self, text: Text, index: int, before: int) -> None:
         """Pack or evict what no query from `text.computed` on reads; the tokens from `before` on have run."""

@@ -2,7 +2,8 @@
 
 A part is a sequence that shares the blocks of its cached text and has the tokens that are seen alone. All parts of all
 texts of a pass are attended to in one call of a layer, by queries that the network has turned to where each part
-stands.
+stands. Layers with a window have the parts that lie within it of the first token that sees them, from there on: what
+they have of a part is a function of the request.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from itertools import count
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +24,7 @@ from kvcache.paged.queried import QueriedSequences
 from kvcache.texts.block_index import PartStart
 from kvcache.texts.text import Text
 
-__all__ = ["MISSING", "PartQueries", "PartSequences"]
+__all__ = ["MISSING", "Own", "PartQueries", "PartRows", "PartSequences"]
 
 Int64 = NDArray[np.int64]
 MISSING = -1  # in place of a part's sequence
@@ -37,18 +39,20 @@ class PartSequences:
 
     Attributes:
         ids: those that are alive, or are about to be.
+        stored: of those in layers with a window, `before` and `positions` of their `PartStart`.
     """
 
     def __init__(self, cache: PagedKvCache) -> None:
         self._cache, self.ids = cache, set[int]()
+        self.stored: dict[int, tuple[int, Int64]] = {}
         self._numbers = count(_FIRST)
 
     def adopt(self, starts: Sequence[PartStart | None]) -> tuple[int, ...]:
-        """Start the sequences of parts whose blocks are held; `MISSING` where one is not."""
+        """Start the sequences of parts whose blocks are held; `MISSING` where one is not, or has no tokens here."""
         found: list[int] = []
         try:
             for start in starts:
-                found.append(MISSING if start is None else self._adopt(start))
+                found.append(MISSING if start is None or not len(start.seen) else self._adopt(start))
         except Exception:
             self.free(found)
             raise
@@ -61,6 +65,8 @@ class PartSequences:
             self._cache.adopt(seq_id, start.blocks[: -(-start.num_tokens // self._cache.block_size)], start.num_tokens)
             if len(start.seen) < start.num_tokens:
                 self._cache.keep_tokens(seq_id, start.seen)
+            if start.positions is not None:
+                self.stored[seq_id] = start.before, start.positions
         except Exception:
             self.free([seq_id])
             raise
@@ -75,6 +81,8 @@ class PartSequences:
                 if each != MISSING:
                     self.ids.add(found[-1])
                     self._cache.fork(each, found[-1])
+                    if each in self.stored:
+                        self.stored[found[-1]] = self.stored[each]
         except Exception:
             self.free(found)
             raise
@@ -87,67 +95,143 @@ class PartSequences:
                 with suppress(KvCacheError):  # an exception ended its start
                     self._cache.free(each)
                 self.ids.discard(each)
+                self.stored.pop(each, None)
 
     def free_others(self, kept: Collection[int]) -> None:
         """End all sequences but some."""
         self.free(sorted(self.ids.difference(kept)))
 
 
-class PartQueries:
-    """The queries of a pass that attend to parts.
+class PartRows:
+    """The rows of a pass that see parts, and the queries that they have for these: the same in all layers.
 
     Args:
         texts: those of the pass.
-        index: which of `Text.places` has the ids of sequences.
-        own_ids: their own sequences; None: these are attended to apart.
         lens: the rows of each.
+        apart: whether rows attend to their own texts in a call of their own.
 
     Attributes:
-        with_own: whether there are `own_ids`, and each text has one row: queries for these sequences come first.
-        sequences: the parts, as a cache takes them; each has the rows that see it.
-        rows: which row of the pass each of their queries is, `(m,)`.
+        count: the rows of the pass.
+        with_own: whether each text has one row, which attends to its own text in the same call: queries for these come
+            first.
+        rows: which row of the pass each of the queries is, `(m,)`.
         positions: where these queries are turned to, `(m,)`.
+        of_parts: `rows` without those of own texts.
+        views: the texts that see parts, each by its index, the positions of its rows, and which of these see each part.
     """
 
-    def __init__(self, texts: Sequence[Text], index: int, own_ids: NDArray[np.uint64] | None, lens: Int64) -> None:
-        self.with_own = own_ids is not None and bool((lens == 1).all())
-        ids, counts, rows, places = list[int](), list[Int64](), list[Int64](), list[Int64]()
-        stop = 0
-        for text, length in zip(texts, lens.tolist(), strict=True):
+    def __init__(self, texts: Sequence[Text], lens: Int64, apart: bool) -> None:
+        self.with_own = not apart and bool((lens == 1).all())
+        self.views: list[tuple[int, Int64, NDArray[np.bool_]]] = []
+        rows, places, stop = list[Int64](), list[Int64](), 0
+        for number, (text, length) in enumerate(zip(texts, lens.tolist(), strict=True)):
             stop += length
             if text.prefix is None or not text.prefix.parts:
                 continue
-            sinces, offsets = text.prefix.sinces, text.prefix.offsets
-            own = np.arange(length)
-            sees = sinces[:, None] <= own + text.computed  # (parts, rows)
-            count = np.count_nonzero(sees, axis=1)
-            ids += [seq_id for seq_id, some in zip(text.places[index], count.tolist(), strict=True) if some]
-            counts.append(count[count > 0])
+            own, positions = np.arange(length), text.places_of(text.computed, length)
+            sees = text.prefix.sinces[:, None] <= own + text.computed
             rows.append(np.broadcast_to(own + (stop - length), sees.shape)[sees])
-            places.append((text.places_of(text.computed, length) - offsets[:, None])[sees])
-        own_rows = list[Int64]()
-        if self.with_own and own_ids is not None:  # one query each, of the last token: it sees all
-            own_rows, bases = [np.arange(stop)], [text.places_of(text.computed, 1) for text in texts]
-            ids, counts, places = own_ids.tolist() + ids, [np.ones(stop, np.int64), *counts], bases + places
-        parts = np.concatenate(rows)
-        self.rows, self.positions = np.concatenate([*own_rows, parts]), np.concatenate(places)
-        self._chosen = np.argsort(parts, kind="stable")  # by rows, and of each the parts in their order
-        self._starts = np.searchsorted(parts[self._chosen], np.arange(stop + 1))
-        self.sequences = QueriedSequences(np.array(ids, np.uint64), np.concatenate(counts)).kept()
+            places.append((positions - text.prefix.offsets[:, None])[sees])
+            self.views.append((number, positions, sees))
+        self.count, self.of_parts = stop, np.concatenate(rows)
+        if self.with_own:  # one query each, of the last token: it sees all
+            rows, places = [np.arange(stop), *rows], [*(text.places_of(text.computed, 1) for text in texts), *places]
+        self.rows, self.positions = np.concatenate(rows), np.concatenate(places)
 
-    @staticmethod
-    def are_due(texts: Sequence[Text], lens: Int64) -> bool:
-        """Whether a row of the pass sees a part."""
+    @classmethod
+    def of(cls, texts: Sequence[Text], lens: Int64, apart: bool) -> PartRows | None:
+        """The rows of a pass; None: no row sees a part."""
         for text, length in zip(texts, lens.tolist(), strict=True):
             if text.prefix is not None and any(part.since < text.computed + length for part in text.prefix.parts):
-                return True
-        return False
+                return cls(texts, lens, apart)
+        return None
+
+    @property
+    def places(self) -> dict[str, Int64]:
+        """The keyword arguments of the network."""
+        return {"sink_positions": self.positions, "sink_rows": self.rows}
+
+
+class Own(NamedTuple):
+    """The own sequences of a pass, of which each text has one row.
+
+    Attributes:
+        ids: those of the texts.
+        starts: the text positions of their first tokens; None: 0.
+        firsts: how many of their first tokens lie before the window; None: there is none.
+    """
+
+    ids: NDArray[np.uint64]
+    starts: Int64 | None = None
+    firsts: Int64 | None = None
+
+
+class PartQueries:
+    """The queries of a pass that attend to parts in some layers.
+
+    Args:
+        rows: those of the pass.
+        parts: of each text of the pass the sequences of its parts.
+        own: their own sequences, where rows attend to these too.
+        stored: of the sequences of parts, see `PartSequences`.
+        window: of these layers; None: each query sees all of a part.
+
+    Attributes:
+        sequences: own ones and the parts, as a cache takes them; each has the rows that see it. None: no row sees any.
+    """
+
+    def __init__(
+        self, rows: PartRows, parts: Sequence[Sequence[int]], own: Own, stored: dict[int, tuple[int, Int64]],
+        window: int | None,
+    ) -> None:
+        self._taken: Int64 | None = None
+        ids, counts, starts, firsts, shown = list[int](), list[int](), list[int](), list[Int64](), list[Any]()
+        for number, positions, sees in rows.views:
+            if window is None:
+                count = np.count_nonzero(sees, axis=1).tolist()
+                ids += [seq_id for seq_id, some in zip(parts[number], count, strict=True) if some]
+                counts += filter(None, count)
+                continue
+            shown.append(np.zeros_like(sees))
+            for of, seq_id in enumerate(parts[number]):
+                if seq_id == MISSING:  # too far away for all rows
+                    continue
+                before, held = stored[seq_id]
+                near = np.searchsorted(held, positions - window + 1)
+                seen = sees[of] & (near < len(held))
+                if seen.any():
+                    shown[-1][of] = seen
+                    ids.append(seq_id)
+                    counts.append(int(np.count_nonzero(seen)))
+                    starts.append(before)
+                    firsts.append(near[seen])
+            shown[-1] = shown[-1][sees]
+        of_parts = rows.of_parts
+        if window is not None and not (chosen := np.concatenate(shown)).all():
+            of_parts, at = of_parts[chosen], np.flatnonzero(chosen)
+            self._taken = np.concatenate([np.arange(rows.count), at + rows.count]) if rows.with_own else at
+        self._chosen = np.argsort(of_parts, kind="stable")  # by rows, and of each the parts in their order
+        self._starts = np.searchsorted(of_parts[self._chosen], np.arange(rows.count + 1))
+        self.sequences: QueriedSequences | None = None
+        if rows.with_own:
+            ids, counts = own.ids.tolist() + ids, [1] * rows.count + counts
+            if own.starts is not None and own.firsts is not None:
+                starts, firsts = own.starts.tolist() + starts, [own.firsts, *firsts]
+        if ids:
+            windowed = {} if window is None else {"starts": np.array(starts), "firsts": np.concatenate(firsts)}
+            self.sequences = QueriedSequences(
+                np.array(ids, np.uint64), np.array(counts, np.int64), **windowed
+            ).kept()
+
+    def taken(self, turned: Float32) -> Float32:
+        """The queries for these layers, of those that the network has turned."""
+        return turned if self._taken is None else turned[self._taken]
 
     def merged(self, own: tuple[Float32, Float32] | None, outputs: Float32, logs: Float32) -> Float32:
         """The outputs of the rows of the pass: of their parts, in the order of these, and last of their own text.
 
         Args:
-            own: outputs and log-sum-exps of the rows over their own texts; None: `with_own`.
+            own: outputs and log-sum-exps of the rows over their own texts; None: they are the first of the queries.
             outputs, logs: those of the queries; they are scratch afterwards.
         """
         count = len(self._starts) - 1

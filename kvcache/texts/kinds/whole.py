@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.attention_call import AttentionCall
 from kvcache.errors import OutOfMemoryError
 from kvcache.networks.protocols import Float32, IndexRows, LayerAttention, LayerIndex
 from kvcache.paged.cache import PagedKvCache
-from kvcache.paged.merging import merge_attention
 from kvcache.paged.queried import QueriedSequences
 from kvcache.prefix.prefix_cache import PrefixCache
-from kvcache.texts.behind import Behind, Part
-from kvcache.texts.block_index import BlockIndex, CachedStart, PartStart
+from kvcache.texts.block_index import BlockIndex, CachedStart
 from kvcache.texts.cache_arguments import CacheArguments
-from kvcache.texts.kinds.base import Ids, LayerCall, LayerKind, Layers, Lens, calls_of
-from kvcache.texts.kinds.part_sequences import MISSING, PartQueries, PartSequences
+from kvcache.texts.kinds.base import Ids, LayerCall, LayerKind, Lens, calls_of
+from kvcache.texts.kinds.part_layers import PartLayers
 from kvcache.texts.newest import NewestGroups
 from kvcache.texts.seen_parts import SeenParts
 from kvcache.texts.text import Text
@@ -29,7 +25,7 @@ from kvcache.texts.text import Text
 __all__ = ["WHOLE", "WholeLayers"]
 
 
-class WholeLayers(Layers):
+class WholeLayers(PartLayers):
     """The layers that keep every token.
 
     Their cache is there even if it has no layers. The place of a text has the sequences of the parts that it sees.
@@ -51,14 +47,11 @@ class WholeLayers(Layers):
         index: BlockIndex | None = None, most_drafts: int = 0, own_ids: Sequence[int] | None = None,
         sparse_tokens: int | None = None,
     ) -> None:
-        self.cache, self.caches, self.index, self.sparse_tokens = cache, (cache,), index, sparse_tokens
+        super().__init__(layers, attention, cache)
+        self.index, self.sparse_tokens = index, sparse_tokens
         self.pages = None if index is None else index.pages
         self._attention = attention
         self._calls = calls_of(layers, attention, top_tokens=sparse_tokens)
-        self._parts = calls_of(layers, attention, return_lse=True)
-        self._seen, self._seen_calls = PartSequences(cache), _calls_of_parts(self._parts)
-        self._has_sinks = any(each is not None and each.sinks is not None for each in attention)
-        self.held = set[int]()
         self.layers = tuple(self._calls)
         self._most_drafts, self.own_ids = most_drafts, own_ids
         own = [layer for layer in layers if (known := _index_of(attention, layer)) is not None and known.own]
@@ -103,39 +96,11 @@ class WholeLayers(Layers):
         self.cache.fork(text.seq_id, seq_id)
         return self._seen.fork(text.places[index])
 
-    def free(self, seq_id: int, place: Any) -> None:
-        super().free(seq_id, place)
-        self._seen.free(place or ())
+    def part_ids(self, place: Any) -> tuple[int, ...]:
+        return place or ()
 
-    # -- parts ----------------------------------------------------------------------------------------------
-
-    def hold_text(self, text: Text) -> int:
-        """Hold all that a text has in a sequence of its own, until it is released; its id."""
-        (seq_id,) = self._seen.fork([text.seq_id])
-        self.held.add(seq_id)
-        return seq_id
-
-    def hold_blocks(self, start: PartStart) -> int:
-        """Hold a cached text in a sequence of its own, until it is released; its id."""
-        (seq_id,) = self._seen.adopt([start._replace(seen=np.arange(start.num_tokens))])
-        self.held.add(seq_id)
-        return seq_id
-
-    def release(self, seq_ids: Collection[int]) -> None:
-        """End sequences that are held."""
-        self.held.difference_update(seq_ids)
-        self._seen.free(seq_ids)
-
-    def start_of(self, seq_id: int, part: Part) -> PartStart:
-        """A part whose cached text has this sequence."""
-        blocks = self.cache.block_table(np.array([seq_id], np.uint64)).block_ids.astype(np.int64)
-        return PartStart(blocks, len(part.tokens), part.indices)
-
-    def give_part(self, text: Text, index: int, number: int, part: Part, seq_id: int) -> None:
-        """Give a text the part of this number, whose cached text has this sequence; `MISSING` until then."""
-        place = text.places[index]
-        (found,) = self._seen.adopt([self.start_of(seq_id, part)])
-        text.places = (*text.places[:index], (*place[:number], found, *place[number + 1 :]), *text.places[index + 1 :])
+    def with_parts(self, place: Any, ids: tuple[int, ...]) -> tuple[int, ...]:
+        return ids
 
     # -- a pass ---------------------------------------------------------------------------------------------
 
@@ -161,8 +126,6 @@ class WholeLayers(Layers):
 
     def attend(self, texts: Sequence[Text], index: int, ids: Ids, lens: Lens) -> tuple[LayerCall, dict[str, Any]]:
         sequences = QueriedSequences(ids, lens).kept()
-        if any(map(_prefix, texts)):
-            return self._attend_behind(sequences, texts, index, ids, lens)
         if self._indexes:
             return self._attend_chosen(sequences), {}
         return partial(self.cache.write_and_attend, sequences, self._calls), {}
@@ -184,31 +147,8 @@ class WholeLayers(Layers):
 
         return attend
 
-    def _attend_behind(
-        self, sequences: QueriedSequences, texts: Sequence[Text], index: int, ids: Ids, lens: Lens
-    ) -> tuple[LayerCall, dict[str, Any]]:
-        """Attention where some rows stand behind a compressed prefix, or see parts of cached texts."""
-        behind = _rows_behind(texts, lens)
-        own_ids = None if behind or self._has_sinks else ids
-        seen = PartQueries(texts, index, own_ids, lens) if PartQueries.are_due(texts, lens) else None
-        at_once = seen is not None and seen.with_own
-
-        def attend(layer: int, queries: Float32, keys: Any, values: Any, turned: Any = None, /, *_: Any) -> Float32:
-            own: Any = None
-            if at_once:
-                self.cache.write_ragged(self._parts[layer][0], ids, lens, keys, values)
-            else:
-                own = self.cache.write_and_attend(sequences, self._parts, layer, queries, keys, values)
-            for prefix, rows in behind:
-                mixed, masses = own
-                output, mass = prefix.attend(layer, queries[rows])
-                mixed[rows], _lse = merge_attention(output, mass, mixed[rows], masses[rows])
-            if seen is None:
-                return own[0]  # type: ignore[no-any-return]
-            parts: Any = self.cache.write_and_attend(seen.sequences, self._seen_calls, layer, turned, None, None)
-            return seen.merged(own, *parts)
-
-        return attend, {} if seen is None else {"sink_positions": seen.positions, "sink_rows": seen.rows}
+    def own_sequences(self, texts: Sequence[Text], index: int, ids: Ids, lens: Lens) -> QueriedSequences:
+        return QueriedSequences(ids, lens).kept()
 
     def ran(self, text: Text, index: int, before: int) -> None:
         cache = self.cache
@@ -225,14 +165,6 @@ class WholeLayers(Layers):
     def cut(self, text: Text, index: int, pos: int) -> Any:
         self.cache.truncate(text.seq_id, pos)
         return text.places[index]
-
-    def settle(self, text: Text | None, index: int) -> bool:
-        place = () if text is None else text.places[index]
-        self._seen.free_others({*self.held, *place})
-        return super().settle(text, index) and self._seen.ids.issuperset(place)
-
-    def free_others(self, kept: Collection[int]) -> None:
-        super().free_others({*kept, *self._seen.ids})
 
     def _reads_f16(self, text: Text) -> bool:
         """Whether a text has its sink tokens in f16, and of its last group those that were computed."""
@@ -253,14 +185,7 @@ class WholeLayers(Layers):
         cache.check()
         held = 0 if self.pages is None else self.pages.pinned_blocks
         assert self.own_ids is not None or not held, "blocks of a prefix are held that no text uses"
-        seen = {each for text in texts for each in text.places[index] if each != MISSING}
-        assert self._seen.ids == seen, f"sequences of parts, {self._seen.ids}, and those of texts, {seen}, differ"
-        owned = sorted([*seen, *(text.seq_id for text in texts)])
-        ids = [int(each) for each in cache.sequence_ids()]
-        if self.own_ids is not None:
-            ids = [each for each in ids if each in self.own_ids or each in seen]
-        assert ids == owned, f"sequences {ids} and those of texts, {owned}, differ"
-        claimed: set[int] = set()
+        _, claimed = self.check_parts(texts, index)
         for text in texts:
             info = cache.get_sequence(text.seq_id)
             assert info is not None, f"{text}: the sequence is gone"
@@ -268,10 +193,6 @@ class WholeLayers(Layers):
             assert self.own_ids is not None or self._reads_f16(text), f"{text}: tokens that it reads are packed"
             if self.own_ids is None:
                 claimed.update(int(block) for block in info.block_ids)
-        for seq_id in seen:
-            info = cache.get_sequence(seq_id)
-            assert info is not None, f"the sequence {seq_id} of a part is gone"
-            claimed.update(int(block) for block in info.block_ids)
         if self.own_ids is None and self.pages is not None:
             free, idle = self.pages.num_free_and_idle()
             assert cache.total_memory_bytes == self._bytes, "tokens in f16 took more memory than was reserved"
@@ -281,26 +202,6 @@ class WholeLayers(Layers):
 def _index_of(attention: Sequence[LayerAttention | None], layer: int) -> LayerIndex | None:
     found = attention[layer]
     return None if found is None else found.index
-
-
-_prefix = attrgetter("prefix")
-
-
-def _rows_behind(texts: Sequence[Text], lens: Lens) -> list[tuple[Behind, Lens]]:
-    """The rows of a pass that stand behind a compressed prefix, by prefixes; each text has `lens` rows."""
-    stops, found = np.cumsum(lens), dict[int, tuple[Behind, list[Lens]]]()
-    for text, stop, count in zip(texts, stops.tolist(), lens.tolist(), strict=True):
-        if text.prefix is not None and not isinstance(text.prefix, SeenParts):
-            found.setdefault(id(text.prefix), (text.prefix, []))[1].append(np.arange(stop - count, stop))
-    return [(prefix, np.concatenate(rows)) for prefix, rows in found.values()]
-
-
-def _calls_of_parts(calls: dict[int, Any]) -> dict[int, Any]:
-    """The calls of layers for queries that see all of a part; sinks join the softmax once, with the text."""
-    return {
-        layer: (number, AttentionCall(call.scale, None, call.softcap, None, False, return_lse=True), False)
-        for layer, (number, call, _) in calls.items()
-    }
 
 
 def _of(made: CacheArguments, left: Sequence[int]) -> list[tuple[int, ...]]:

@@ -343,6 +343,7 @@ ARRAYS = [
     (PAGED, "query_lens", lambda it, a: it.attention(0, Q, [1] * len(a), query_lens=a)),
     (PAGED, "query_lens of more", lambda it, a: it.attention(0, np.ones((4, 1, 8)), [1] * len(a), query_lens=a)),
     (PAGED, "context_lens", lambda it, a: it.attention(0, np.ones((len(a), 1, 8)), [1] * len(a), context_lens=a)),
+    (PAGED, "firsts", lambda it, a: it.attention(0, np.ones((len(a), 1, 8)), [1], query_lens=[len(a)], firsts=a)),
     (PAGED, "mask", lambda it, a: it.attention(0, np.ones((len(a), 1, 8)), [1], query_lens=[len(a)], mask=a)),
     (PAGED, "starts", lambda it, a: it.attention(0, np.ones((len(a), 1, 8)), [1] * len(a), starts=a, window=2)),
     (PAGED, "all lens", lambda it, a: it.attention(0, Q, [1] * len(a), query_lens=a, context_lens=a,

@@ -9,7 +9,7 @@ LOWEST = f(-np.finfo(f).max)
 LEAST = 2.0**-126
 EXP2 = "0x1.41d334p-13 0x1.5f456ap-10 0x1.3b2dbcp-7 0x1.c6aed4p-5 0x1.ebfbdap-3 0x1.62e430p-1 1"
 EXP2_SHORT = "0x1.409104p-7 0x1.ca9008p-5 0x1.ebf1b4p-3 0x1.62dfcap-1 1"
-LEFT_OUT = {2: (0.0675, 0.2025), 3: (0.036, 0.108), 4: (0.016, 0.048)}
+LEFT_OUT = {2: (0.0675, 0.2025), 3: (0.036, 0.108), 4: (0.016, 0.048), 5: (0.002, 0.02)}
 
 
 def fma(a, b, c):
@@ -75,7 +75,7 @@ def read(x):
 
 
 class Fit:
-    """The fit of a row of 4, 3 or 2 bits."""
+    """The fit of a row of 5 to 2 bits."""
 
     def __init__(self, x, bits, lowest, highest):
         self.top, self.bits, self.lowest = 2**bits - 1, bits, lowest
@@ -136,7 +136,7 @@ def quantised(x, bits):
     scale = half(span / top)
     if scale * (top + f(0.5)) < span:
         scale = np.nextafter(np.float16(scale), np.float16(np.inf)).astype(f)
-    if bits <= 4:
+    if bits in LEFT_OUT:
         minimum, scale = Fit(x, bits, lowest, highest).better(minimum, scale)
     return scale, minimum, np.rint(np.minimum(np.maximum((x - minimum) / scale, f(0)), top)).astype(f)
 

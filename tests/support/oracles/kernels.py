@@ -21,7 +21,7 @@ def attention(queries, keys, values, scale, **options):
 
 def attend(
     queries, keys, values, scale, *, sink_queries=None, sink_tokens=0, shown=None, window=None, softcap=None,
-    sinks=None, causal=True, parents=None, chunked=False, start=0,
+    sinks=None, causal=True, parents=None, chunked=False, start=0, firsts=None,
 ):
     """Attention of queries (n, query heads, dim) at the last n positions of keys (tokens, heads, dim) and of values
     (tokens, heads, value dim).
@@ -30,7 +30,7 @@ def attend(
     those of its own chunk of `window` positions, with the first token at position `start`. Scores become
     softcap * tanh(score / softcap). sinks (query heads), or of each query, are scores of a token without a value.
     Without `causal`, every query sees all shown tokens, or those at a distance below `window`. parents: of each query,
-    -1 for none; it sees its ancestors instead of all before it.
+    -1 for none; it sees its ancestors instead of all before it. firsts: of each query, the first token that it may see.
 
     Returns the output, (n, query heads, value dim); each shown token's weight summed over queries, (query heads,
     shown); and the logarithm of each sum of exp(score), (n, query heads).
@@ -41,6 +41,8 @@ def attend(
     shown = tokens if shown is None else shown
     sees = window, causal, parents, chunked, start
     seen = np.array([seen_by(j, count, tokens, *sees)[:shown] for j in range(count)], bool).reshape(count, shown)
+    if firsts is not None:
+        seen &= np.arange(shown) >= np.asarray(firsts)[:, None]
     values = np.where(seen.any(0)[:, None, None], values[:shown], 0)
     out, mass = np.zeros((count, query_heads, values.shape[2])), np.zeros((query_heads, shown))
     lse = np.full((count, query_heads), -np.inf)
@@ -105,11 +107,11 @@ def hadamard(dim):
     return h
 
 
-LEFT_OUT = {4: (0.016, 0.048), 3: (0.036, 0.108), 2: (0.0675, 0.2025)}
+LEFT_OUT = {5: (0.002, 0.02), 4: (0.016, 0.048), 3: (0.036, 0.108), 2: (0.0675, 0.2025)}
 
 
 def quantise(row, bits):
-    """float32 row -> codes, scale, minimum as the kernels store them: over the whole range, or for 4 bits and fewer
+    """float32 row -> codes, scale, minimum as the kernels store them: over the whole range, or for 5 bits and fewer
     with the minimum and scale of `fit`."""
     f32 = np.float32
     row = np.asarray(row, f32)

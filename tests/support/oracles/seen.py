@@ -1,8 +1,8 @@
 """Texts that see parts of cached texts, as a dense pass with an explicit mask in float64: nothing is cached or merged.
 
 Each cached text stands in the pass once for each place that it is seen at, at the positions of that place. Distances
-within it are those of its own text, so its rows are the same; no query is turned. Where queries grow with positions, as
-in Ministral 3, those of cached texts grow by the positions in their own text.
+within it are those of its own text, so its rows are the same; no query is turned, and windows are of positions. Where
+queries grow with positions, as in Ministral 3, those of cached texts grow by the positions in their own text.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class MaskedTexts:
         assert (count == [len(each) for each in self.sees]).all(), "a row sees another one twice"
 
         grown = self.growth()
+        distances = np.subtract.outer(self.positions, self.positions)
 
         def attend(layer, queries, keys, values, *_):
             attention, group = self.attention[layer], queries.shape[1] // keys.shape[1]
@@ -68,8 +69,13 @@ class MaskedTexts:
             scores = np.einsum("nhd,mhd->hnm", q, np.repeat(k, group, axis=1)) * scale
             if attention.softcap is not None:
                 scores = attention.softcap * np.tanh(scores / attention.softcap)
-            weights = np.where(mask, np.exp(scores - scores.max(axis=2, keepdims=True)), 0)
-            weights /= weights.sum(axis=2, keepdims=True)
+            near = mask if attention.window is None else mask & (distances < attention.window)
+            most = np.where(near, scores, -np.inf).max(axis=2, keepdims=True)
+            weights = np.where(near, np.exp(np.minimum(scores - most, 0)), 0)
+            sums = weights.sum(axis=2, keepdims=True)
+            if attention.sinks is not None:
+                sums += np.exp(np.asarray(attention.sinks, np.float64)[:, None, None] - most)
+            weights /= sums
             return np.einsum("hnm,mhd->nhd", weights, np.repeat(v, group, axis=1)).astype(np.float32)
 
         tokens, positions = np.array(self.tokens, np.uint32), np.array(self.positions)

@@ -89,7 +89,7 @@ class WindowedLayers(Engine):
     def _state(self):
         windows = [sequences(group.cache)[0] for group in self.it._sequence.pool.groups[1:]]
         content = [[entry[3] for _, entry in sorted(seqs.items())] for seqs in windows]
-        firsts = self.it._sequence.text.places[1:]
+        firsts = [place.first for place in self.it._sequence.text.places[1:]]
         return *super()._state(), content, firsts
 
     def prefill(self):

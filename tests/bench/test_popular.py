@@ -1,0 +1,246 @@
+"""Networks that people run, and the rivals of benches, without their packages."""
+
+import sys
+from itertools import pairwise
+from math import prod
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("bench.support.common")
+
+from bench.engine import mistral_rs, popular, shapes, turns
+from bench.engine.mistral_rs import MistralRs, letters_of
+from bench.engine.popular import FAR, NEAR, PROMPT, TURN, Measurement, Ours, Plan, repeats, rows_of, verdicts_of
+from bench.engine.shapes import POPULAR, values_of
+from bench.serving import engines, llamacpp
+from bench.serving.serve import run, shared
+from bench.support import packed_files
+from bench.support.checkpoints import vocabulary_of
+from bench.support.packed_files import write_packed
+from kvcache.engine import InferenceEngine
+from kvcache.gguf import GgufFile
+
+pytestmark = pytest.mark.one_build
+
+SMALL = {
+    "llama-1b": shapes._llama(2, 512, 64, 4, 2, 96), "qwen3-4b": shapes._qwen3(2, 512, 64, 4, 2, 32, 96),
+    "qwen35-4b": shapes._qwen35(64, 4, 2, 1, 128, 1, 96, 2, 512),
+    "gemma4-e4b": shapes._gemma4(12, 512, 6, 64, 2, 1, 96, 32, 8),
+    "qwen3-30b-a3b": shapes._experts(64, 2, 4, 2, 32, 6, 2, 32, 512),
+}
+PLAN = Plan(prompt=8, near=8, far=32, turn=16, rounds=1)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shapes")
+    return {name: shape.write(folder / f"{name}.gguf") for name, shape in SMALL.items()}
+
+
+def test_the_sizes_are_those_of_the_published_networks():
+    """By the parameters that the makers of four of them count, and by the bytes of embeddings of Gemma 4 E4B."""
+    counts = {name: sum(prod(size) for _, size in each.shape().tensors()) for name, each in POPULAR.items()}
+    assert counts["llama-1b"] == 1_235_814_400
+    assert counts["qwen3-4b"] == 4_022_468_096
+    assert counts["qwen3-30b-a3b"] == 30_532_122_624
+    assert 4.1e9 < counts["qwen35-4b"] < 4.3e9
+    assert 7.4e9 < counts["gemma4-e4b"] < 8.1e9
+    assert list(SMALL) == list(POPULAR)
+
+
+def test_fewer_layers_are_named():
+    whole, part = POPULAR["qwen3-30b-a3b"].shape(), POPULAR["qwen3-30b-a3b"].shape(12, 4096)
+    assert whole.what == "Qwen3-30B-A3B"
+    assert part.what == "Qwen3-30B-A3B, 12 of 48 layers, a vocabulary of 4,096"
+    assert (part.metadata["qwen3moe.block_count"], part.vocabulary) == (12, 4096)
+
+
+def test_every_shape_is_a_network(files):
+    tokens = np.arange(3, 27, dtype=np.uint32)
+    for name, path in files.items():
+        logits = InferenceEngine.from_gguf(path, dtype="q8", num_blocks=8).prefill_from_pos(tokens, 0)
+        assert np.isfinite(logits).all(), name
+        assert logits.std() > 0.01, name
+    assert [name for name, path in files.items() if repeats(path)] == ["llama-1b", "qwen3-4b", "qwen3-30b-a3b"]
+
+
+def test_packed_files_have_rows_of_a_few(tmp_path, monkeypatch):
+    """With the types that llama.cpp would choose, here float16; the engine reads what was drawn."""
+    shape = SMALL["qwen3-4b"]
+    types = {name: "F32" if len(size) == 1 else "F16" for name, size in shape.tensors()}
+    monkeypatch.setattr(packed_files, "types_of", lambda *_: types)
+    path = write_packed(tmp_path / "a" / "x.gguf", shape.entries(1), shape.tensors, values_of, 1)
+    assert [each.name for each in path.parent.iterdir()] == ["x.gguf"]
+    file = GgufFile(path)
+    assert {name: info.shape for name, info in file.items()} == dict(shape.tensors())
+    rows = np.empty(SMALL["qwen3-4b"].vocabulary * 64, np.float16)
+    file.read([rows], "token_embd.weight")
+    rows = rows.reshape(-1, 64)
+    assert 128 < len(np.unique(rows, axis=0)) <= packed_files.ROWS
+    assert rows.std() == pytest.approx(64**-0.5, rel=0.05)
+    logits = InferenceEngine.from_gguf(path, num_blocks=8).prefill_from_pos(np.arange(3, 27, dtype=np.uint32), 0)
+    assert np.isfinite(logits).all()
+
+
+def test_a_measurement_of_our_engine(files):
+    for name in ("qwen3-4b", "qwen35-4b"):
+        found = Measurement("kvcache", files[name], 512, 1, PLAN).run()
+        assert set(found) == {PROMPT, NEAR, FAR, TURN}
+        assert all(len(times) == PLAN.rounds and min(times) > 0 for times in found.values())
+    hurried = Measurement("kvcache", files["qwen35-4b"], 512, 1, PLAN._replace(patience=0.0)).run()
+    assert set(hurried) == {PROMPT, NEAR, TURN}
+
+
+def test_k_and_v_written_again_are_those_of_the_text(files):
+    ours = Ours(files["qwen3-4b"], 1, 64)
+    ours.start(np.arange(3, 19, dtype=np.uint32))
+    engine = ours.engine
+    keys, values = engine.cache.read(1, engine.seq_id)
+    ours.repeat(2)
+    assert engine.num_tokens == 48
+    for part in range(3):
+        again = engine.cache.read(1, engine.seq_id, 16 * part, 16 * part + 16)
+        np.testing.assert_array_equal(again[0], keys)
+        np.testing.assert_array_equal(again[1], values)
+    ours.extend(np.array([5], np.uint32))
+    assert engine.num_tokens == 49
+
+
+def test_rows_and_where_a_rival_leads():
+    found = {
+        "kvcache": {PROMPT: [2.0, 3.0, 4.0], NEAR: [0.02], FAR: [0.04]}, "a": {PROMPT: [1.0, 2.0, 9.0], NEAR: [0.03]},
+        "b": {PROMPT: [8.0], NEAR: [0.025]}, "c": {},
+    }
+    header, rows = rows_of(found, Plan())
+    assert header == ["", "prompt of 512", "a token at 1,024", "a token at 16,384", "64 new tokens behind 2,000"]
+    assert rows == [["kvcache", "3 s", "20 ms", "40 ms", ""], ["a", "2 s", "30 ms", "", ""],
+                    ["b", "8 s", "25 ms", "", ""], ["c", "", "", "", ""]]
+    first, second = verdicts_of(found, Plan()).splitlines()
+    assert first == "- a leads. prompt of 512: 3 s beside 2 s of a, 1.50 times its time"
+    assert second == "- a token at 1,024: 20 ms beside 25 ms of b, 0.80 times its time"
+
+
+def test_a_letter_is_a_token():
+    """What begins with the same tokens begins with the same letters; a space is a token too."""
+    tokens = np.random.default_rng(0).integers(3, 500, 300).astype(np.uint32)
+    text = letters_of(tokens)
+    assert len(text) == 300
+    assert text.startswith(letters_of(tokens[:77]))
+    vocabulary = vocabulary_of(512)
+    assert {"\u0120" if letter == " " else letter for letter in text} <= set(vocabulary["tokenizer.ggml.tokens"])
+    assert not set(text) & set(" ".join(vocabulary["tokenizer.ggml.merges"]).replace(" ", ""))
+    assert all(a + b != "  " for a, b in pairwise(text))
+
+
+class Cells:
+    """The interface of llama.cpp's cells: each step has a sequence's next positions, and the last token's double."""
+
+    def __init__(self, path, threads, cells, sequences):
+        self.texts, self.rows, self.ran, self.left = {}, [], 0, cells
+
+    def put(self, row, token, pos, sequence, *, due):
+        assert row == len(self.rows)
+        self.rows.append((token, pos, sequence, due))
+
+    def run(self, rows):
+        assert rows == len(self.rows) <= 512
+        for token, pos, sequence, _ in self.rows:
+            text = self.texts.setdefault(sequence, [])
+            assert pos == len(text)
+            text.append(token)
+        self.last, self.rows, self.ran = self.rows, [], self.ran + rows
+        return 0
+
+    def logits(self, row):
+        token, _, _, due = self.last[row]
+        assert due
+        return np.eye(1, 8192, 2 * token % 8191)[0]
+
+    def forget(self, sequence, start=-1):
+        self.texts[sequence] = self.texts.get(sequence, [])[: max(0, start)]
+
+    def copy(self, source, target, count=-1):
+        self.texts[target] = self.texts.get(source, [])[:count]
+
+    def close(self):
+        self.texts = None
+
+
+def test_slots_share_what_others_computed(monkeypatch):
+    monkeypatch.setattr(llamacpp.IkLlamaCpp, "api", Cells)
+    engine = llamacpp.IkLlamaCpp(SimpleNamespace(file=None), 4096, 512, 8, 1)
+    workload = shared(np.random.default_rng(0), 4, (600, 20, 6))
+    served = run(engine, workload)
+    for turn, answer in zip(workload.roots, served.answers, strict=True):
+        expected = [int(turn.tokens[-1])]
+        for _ in range(6):
+            expected.append(2 * expected[-1] % 8191)
+        assert answer == expected[1:]
+    assert served.prefilled == 600 + 4 * 20
+    assert engine._api.ran == 600 + 4 * 20 + 4 * 5
+    engine.close()
+
+
+class Runner:
+    """mistral.rs' runner: texts come in chunks, of which some are empty."""
+
+    def __init__(self, which, max_seqs, jinja_explicit):
+        self.prompts = []
+
+    def detokenize_text(self, tokens, skip_special):
+        assert not skip_special
+        return " ".join(map(str, tokens))
+
+    def send_chat_completion_request(self, request):
+        self.prompts.append(request.messages[0]["content"])
+        if "fail" in self.prompts[-1]:
+            raise ValueError("failed")
+        for i in range(request.max_tokens):
+            yield SimpleNamespace(choices=[SimpleNamespace(delta=SimpleNamespace(content="" if i % 3 == 1 else "x"))])
+        yield SimpleNamespace(choices=[])
+
+
+@pytest.fixture
+def mistral(monkeypatch):
+    library = SimpleNamespace(
+        Runner=Runner, Which=SimpleNamespace(GGUF=SimpleNamespace), ChatCompletionRequest=SimpleNamespace
+    )
+    monkeypatch.setitem(sys.modules, "mistralrs", library)
+    for name in ("RAYON_NUM_THREADS", "RUST_LOG", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, "")
+
+
+def test_an_engine_of_texts(mistral, files):
+    engine = engines.Mistral(SimpleNamespace(file=files["qwen3-4b"]), 4096, 512, 2, 1)
+    workload = shared(np.random.default_rng(0), 3, (20, 4, 7))
+    served = run(engine, workload)
+    assert [len(answer) for answer in served.answers] == [7] * 3
+    assert sorted(engine._engine._runner.prompts) == sorted(letters_of(turn.tokens) for turn in workload.roots)
+    alone = MistralRs(files["qwen3-4b"], 2, as_letters=False)
+    assert alone.text(np.array([5, 7], np.uint32)) == "5 7"
+    assert alone.first_token(np.array([5], np.uint32)) > 0
+    assert alone.step(np.array([5], np.uint32), 6) > 0
+
+
+def test_an_engine_that_fails_ends_the_run(mistral, files, monkeypatch):
+    monkeypatch.setattr(mistral_rs, "letters_of", lambda tokens: "fail")
+    engine = engines.Mistral(SimpleNamespace(file=files["qwen3-4b"]), 4096, 512, 2, 1)
+    with pytest.raises(ValueError, match="failed"):
+        run(engine, shared(np.random.default_rng(0), 1, (20, 4, 7)))
+
+
+def test_turns_of_rivals(mistral, files, monkeypatch, capsys):
+    monkeypatch.setitem(popular.ENGINES, "llama.cpp", lambda path, threads, room: Ours(path, threads, room))
+    path = files["qwen3-4b"]
+    monkeypatch.setattr(turns, "VOCABULARY", 512)
+    assert [len(times) for times in turns.rival("llama.cpp", path, 20, 2, 1).values()] == [2]
+    assert list(turns.rival("mistral.rs", path, 20, 2, 1)) == ["mistral.rs, first turn", "mistral.rs, later turn"]
+
+    def absent(*_):
+        raise ImportError("no module")
+
+    monkeypatch.setitem(popular.ENGINES, "ik_llama.cpp", absent)
+    assert turns.rival("ik_llama.cpp", path, 20, 2, 1) == {}
+    assert "not measured: ik_llama.cpp (no module)" in capsys.readouterr().out

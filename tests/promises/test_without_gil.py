@@ -1,0 +1,250 @@
+"""Several threads and no GIL between them: what takes no lock of a cache is whole all the same, as with the GIL."""
+
+import subprocess
+import sys
+import sysconfig
+import threading
+
+import numpy as np
+import pytest
+
+from kvcache import InvalidOperationError, PagedKvCache, PrefixCache
+from kvcache.core.locks import CallLock
+from kvcache.engine.turns import Turns
+from kvcache.kernels.layers import rms_norm
+from kvcache.paged.seq_ids import as_seq_ids
+from kvcache.prefix.index.event_buffer import KINDS
+from kvcache.support.recycled import check, free_pieces
+from kvcache.support.token_ids import as_tokens
+from kvcache.trie.trie import TokenTrie
+
+THREADS = 4
+IMPORTS = """
+import sys
+import numpy
+import kvcache
+from kvcache import SamplingParams
+from kvcache.demo import DIRECTORY
+assert len(kvcache.InferenceEngine.from_pretrained(DIRECTORY).generate([1, 2, 3], max_tokens=4)) == 4
+with kvcache.BatchEngine.from_pretrained(DIRECTORY) as engine:
+    assert len(engine.submit([1, 2, 3], SamplingParams(max_tokens=4)).result()) == 4
+print(sys._is_gil_enabled())
+"""
+
+
+def together(*works, count=THREADS):
+    """Run each work `count` times, all at once; raise the first error."""
+    errors, start = [], threading.Barrier(len(works) * count)
+
+    def run(work, number):
+        try:
+            start.wait(timeout=60)
+            work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work, i), daemon=True) for work in works for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+        assert not thread.is_alive(), "a thread hangs"
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python has a GIL")
+def test_the_gil_stays_off():
+    done = subprocess.run([sys.executable, "-W", "error", "-c", IMPORTS], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("False\n", 0), done.stderr
+
+
+def test_a_release_is_done_by_one_of_the_threads_that_meet():
+    """Also if it is queued at the moment at which the last call ends: no later call is needed."""
+    lock, done, rounds = CallLock(), [], 400
+
+    def call(_):
+        for _ in range(rounds):
+            with lock:
+                pass
+
+    def release(number):
+        for i in range(rounds):
+            lock.hand_over(lambda i=i: done.append((number, i)))
+
+    together(call, release)
+    assert sorted(done) == [(number, i) for number in range(THREADS) for i in range(rounds)]
+
+
+def test_locks_have_an_order_each():
+    orders = []
+    together(lambda _: orders.extend([CallLock().order for _ in range(500)]))
+    assert len({*orders}) == len(orders)
+
+
+def test_turns_of_many_threads():
+    """One at a time; one that its thread has left is given back once, on whichever thread it is dropped."""
+    turns, inside, most, dropped = Turns(), [], [], []
+
+    def stream(number):
+        for i in range(100):
+            turn = turns.take(-1)
+            inside.append(number)
+            most.append(len(inside))
+            turn.go_on(-1)
+            turn.leave(0)
+            inside.pop()
+            if i % 2:
+                dropped.append(turn)  # another thread drops it
+                del turn
+                dropped.pop()
+            else:
+                turn.give_back()
+                turn.give_back()
+
+    together(stream)
+    assert {*most} == {1}
+    turn = turns.take(3)
+    with pytest.raises(InvalidOperationError):
+        turns.take(3)
+    turn.give_back()
+
+
+def test_claims_end_while_others_begin():
+    """Sessions that are dropped on one thread while others look up, insert, evict, clear and count."""
+    cache = PrefixCache(64, 4, 1, 1, 8)
+    rows = [(np.ones((1, 32), np.float32), np.ones((1, 32), np.float32))] * 4
+    pairs = [([k[0]], [v[0]]) for k, v in rows]
+
+    def use(number):
+        held = []
+        for i in range(150):
+            text = np.arange(16, dtype=np.uint32) + (number * i) % 7
+            cache.store(text, 0, pairs)
+            held.append(cache.open_session(text))
+            assert len(held[-1].claim) == held[-1].claim.num_held <= 4
+            if len(held) > 3:
+                del held[0]  # no call of the cache
+            if i % 10 == 9:
+                cache.evict(3)
+
+    def look(_):
+        for i in range(300):
+            assert 0 <= len(cache) <= 64
+            assert cache.pinned_blocks <= 64
+            if i % 50 == 49:
+                cache.clear()
+
+    together(use, look, count=2)
+    cache.check()
+    cache.clear()
+    assert cache.pinned_blocks == 0
+    assert cache.num_free_and_idle() == (64, 0)
+
+
+def test_events_are_taken_whole_while_they_are_written():
+    """What a reader learns in parts is what is cached at the end."""
+    cache, known, over = PrefixCache(32, 4, 1, 1, 8), set(), threading.Event()
+    ring = cache.record_events(lambda name: (7, None), 256)
+    pair = [([np.ones(32, np.float32)], [np.ones(32, np.float32)])] * 3
+
+    def learn(noted):
+        for page, kind in noted.events[["page", "kind"]].tolist():
+            if KINDS[kind] == "cleared":
+                known.clear()
+            elif KINDS[kind] == "removed":
+                known.remove(page)
+            else:
+                known.add(page)
+
+    def write(number):
+        for i in range(150):
+            cache.store(np.arange(12) + 1000 * number + i % 9, 0, pair)
+            if i % 20 == 19:
+                cache.clear()
+        over.set()
+
+    def read(_):
+        while not over.is_set():
+            learn(cache.event_snapshot() if ring.is_full else ring.take(16))
+
+    together(write, read, count=1)
+    while len(ring):
+        learn(cache.event_snapshot() if ring.is_full else ring.take(1000))
+    ring.check()
+    assert len(known) == len(cache)
+
+
+def test_a_handle_asks_for_its_sequence_while_others_come_and_go():
+    cache = PagedKvCache(256, 4, 1, 8)
+    cache.allocate(1, 4)
+    handle = cache.handle(1)
+
+    def change(number):
+        for i in range(200):
+            cache.allocate_batch(np.arange(20) + 100 * (number + 1), [1] * 20)
+            cache.free_batch(np.arange(20) + 100 * (number + 1))
+            if i % 20 == 0:
+                cache.grow(1)
+
+    def ask(_):
+        for _ in range(1000):
+            assert handle.is_valid
+            assert cache.memory()["kv"] > 0
+            assert str(cache.eviction_strategy)
+
+    together(change, ask, count=2)
+    cache.check()
+
+
+def test_lists_of_ids_that_another_thread_changes():
+    """A call has one of the lists that there were, or refuses it; no id is made up."""
+    ids, over = list(range(1000)), threading.Event()
+
+    def change(_):
+        for i in range(3000):
+            ids.append(i % 1000)
+            del ids[:1]
+        over.set()
+
+    def convert(_):
+        while not over.is_set():
+            for found in (as_tokens(ids), as_seq_ids(ids)):
+                assert 0 <= found.min() <= found.max() < 1000
+                assert 999 <= len(found) <= 1001
+
+    together(change, convert, count=1)
+
+
+def test_pieces_of_memory_are_taken_by_one_thread_each():
+    weight = np.ones(64, np.float32)
+
+    def make(number):
+        for i in range(1, 120):
+            array = rms_norm(np.full((600 + 50 * (i % 5), 64), 1.0, np.float32), weight * (number + i), 0.0)
+            assert (array == number + i).all()
+            check()
+            assert all(size > 0 for size in free_pieces())
+
+    together(make)
+
+
+def test_a_trie_of_many_threads():
+    trie = TokenTrie(4)
+    root = trie.add_root()
+
+    def use(number):
+        for i in range(200):
+            tokens = np.arange(16) + i % 11 + 100 * number
+            trie.insert(root, tokens, np.arange(4))
+            _, length = trie.match(root, tokens)
+            assert 0 <= length <= 16
+            if i % 7 == 6:
+                trie.evict(2)
+            assert trie.num_pages <= 4 * 11 * THREADS
+            if i % 50 == 49:
+                trie.check()
+
+    together(use)
+    trie.check()
+    assert len(trie.all_values(root)) == trie.num_pages
