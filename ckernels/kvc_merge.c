@@ -4,19 +4,17 @@
 #include "kvc_functions.h"
 #include "kvc_merge.h"
 
-static double log_add_exp(double a, double b) {
-    double apart = a == b ? 0.0 : fabs(a - b); /* infinities of one sign are not apart */
-    return (a > b ? a : b) + kvc_log1p(kvc_exp(-apart));
-}
-
 /* Merges part a and part b into `out`, which may be either. */
 static void merge_two(int64_t dim, const float *a, float *log_a, const float *b, const float *log_b, float *out, float *log_out) {
-    float share = *log_a == -INFINITY ? 0.0f : (float)(1.0 / (1.0 + kvc_exp((double)*log_b - (double)*log_a)));
+    const double own = *log_a, other = *log_b;
+    const double smaller = kvc_exp(own == other ? 0.0 : -fabs(own - other)); /* infinities of one sign are not apart */
+    const double ratio = own > other ? smaller : kvc_exp(other - own);
+    const float share = own == -INFINITY ? 0.0f : (float)(1.0 / (1.0 + ratio));
     for (int64_t d = 0; d < dim; d++) {
         float product = share * (a[d] - b[d]);
         out[d] = b[d] + product;
     }
-    *log_out = (float)log_add_exp(*log_a, *log_b);
+    *log_out = (float)((own > other ? own : other) + kvc_log1p(smaller));
 }
 
 void kvc_merge(int64_t n, int64_t heads, int64_t dim, const int64_t *starts, const int64_t *chosen, float *parts, float *logs,

@@ -93,14 +93,15 @@ class QueueFullError(KvCacheError):
 
     Attributes:
         max_queue: how many may wait.
+        of: what waits: "requests", or "hints".
     """
 
-    def __init__(self, max_queue: int) -> None:
-        super().__init__(max_queue)
-        self.max_queue = max_queue
+    def __init__(self, max_queue: int, of: str = "requests") -> None:
+        super().__init__(max_queue, of)
+        self.max_queue, self.of = max_queue, of
 
     def __str__(self) -> str:
-        return f"queue full: {self.max_queue} requests wait; submit again when one of them has begun"
+        return f"queue full: {self.max_queue} {self.of} wait; submit again when one of them has begun"
 
 
 class SnapshotError(KvCacheError):

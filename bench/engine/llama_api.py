@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BATCH", "IkLlamaApi", "LlamaApi", "RepackedIkLlamaApi"]
+__all__ = ["BATCH", "IkBatchesApi", "IkLlamaApi", "LlamaApi", "RepackedIkLlamaApi"]
 
 BATCH = 512  # tokens of a step
 _END = -1  # of positions, and of sequences
@@ -73,7 +73,7 @@ class LlamaApi:
 
     @property
     def _cells(self) -> Any:
-        """What the functions of cells take first."""
+        """The first argument of the functions of cells."""
         return self._library.llama_get_memory(self._context)
 
     def put(self, row: int, token: int, pos: int, sequence: int, *, due: bool) -> None:
@@ -91,6 +91,10 @@ class LlamaApi:
         """The logits of a row of the last batch."""
         found = self._library.llama_get_logits_ith(self._context, row)
         return np.ctypeslib.as_array(found, (self.vocabulary,))
+
+    def clear(self) -> None:
+        """Drop every sequence; the next tokens take the first cells, one behind another."""
+        self._library.llama_memory_clear(self._cells, False)
 
     def forget(self, sequence: int, start: int = _END) -> None:
         """Drop the tokens of a sequence from `start` on, or all."""
@@ -150,7 +154,7 @@ class IkLlamaApi(LlamaApi):
     """ik_llama.cpp; matrices as the file has them, which it packs again for each batch."""
 
     name = "ik_llama.cpp"
-    repack = False
+    repack, flash = False, True
 
     @staticmethod
     def version() -> str:
@@ -174,11 +178,14 @@ class IkLlamaApi(LlamaApi):
         return settings
 
     def _set(self, settings: Any) -> None:
-        settings.flash_attn = True
+        settings.flash_attn = self.flash
 
     @property
     def _cells(self) -> Any:
         return self._context
+
+    def clear(self) -> None:
+        self._library.llama_kv_cache_clear(self._context)
 
     def duplicate(self, source: int, target: int) -> None:
         size = self._library.llama_state_seq_get_size(self._context, source, 0)
@@ -189,6 +196,12 @@ class IkLlamaApi(LlamaApi):
 
     def _free_model(self) -> None:
         self._library.llama_free_model(self._model)
+
+
+class IkBatchesApi(IkLlamaApi):
+    """The same without flash attention, which ends the process where a batch has several sequences."""
+
+    flash = False
 
 
 class RepackedIkLlamaApi(IkLlamaApi):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Lock
 from time import perf_counter
 from typing import Any
 
@@ -48,7 +49,7 @@ class MistralRs:
             template.write_text(_PLAIN)
             file = mistralrs.Which.GGUF(quantized_model_id=str(path.parent), quantized_filename=path.name)
             self._runner: Any = mistralrs.Runner(file, max_seqs=running, jinja_explicit=str(template))
-        self._as_letters = as_letters
+        self._as_letters, self._lock = as_letters, Lock()  # a runner has one call at a time, but many streams
 
     @staticmethod
     def version() -> str:
@@ -62,7 +63,8 @@ class MistralRs:
         """A text of these tokens, or of as many."""
         if self._as_letters:
             return letters_of(tokens)
-        return str(self._runner.detokenize_text(tokens.tolist(), False))
+        with self._lock:
+            return str(self._runner.detokenize_text(tokens.tolist(), False))
 
     def times(self, tokens: Tokens, new: int) -> Iterator[float]:
         """Run a greedy request and yield the clock at each new token.
@@ -73,8 +75,10 @@ class MistralRs:
             messages=[{"role": "user", "content": self.text(tokens)}], model="default", max_tokens=new,
             temperature=0.0, ignore_eos=True, stream=True,
         )
+        with self._lock:
+            chunks = self._runner.send_chat_completion_request(request)
         count = 0
-        for chunk in self._runner.send_chat_completion_request(request):
+        for chunk in chunks:
             if chunk.choices and chunk.choices[0].delta.content and count < new:
                 count += 1
                 yield perf_counter()

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -38,7 +38,7 @@ FAR = "far"
 
 
 class Plan(NamedTuple):
-    """What is measured.
+    """Sizes and rounds of a measurement.
 
     Attributes:
         prompt: tokens of a prompt.
@@ -129,14 +129,14 @@ class LlamaText:
     name = LlamaApi.name
 
     def __init__(self, path: Path, threads: int, room: int) -> None:
-        self._api, self._tokens = self.api(path, threads, room, 2), 0
+        self._api, self._tokens = self.api(path, threads, room, 3), 0
 
     @classmethod
     def version(cls) -> str:
         return cls.api.version()
 
     def start(self, tokens: Tokens) -> None:
-        self._api.forget(0)
+        self._api.clear()
         self._tokens = 0
         self.extend(tokens)
 
@@ -158,12 +158,14 @@ class LlamaText:
 
     def repeat(self, count: int) -> None:
         size = self._tokens
+        self._api.copy(0, 2)  # sequence 2 keeps the text alone
         for _ in range(count):
-            self._api.duplicate(0, 1)
+            self._api.duplicate(2, 1)
             self._api.move(1, self._tokens)
             self._api.copy(1, 0)
             self._api.forget(1)
             self._tokens += size
+        self._api.forget(2)
 
 
 class IkLlamaText(LlamaText):
@@ -277,30 +279,51 @@ class Measurement:
         return min(found[PROMPT]) / self._plan.prompt * self._plan.far <= self._plan.patience
 
 
-def _measured(engine: str, path: Path, vocabulary: int, threads: int, plan: Plan) -> Found:
-    return Measurement(engine, path, vocabulary, threads, plan).run()
+def _measure(engine: str, path: Path, vocabulary: int, threads: int, plan: Plan, pipe: Connection) -> None:
+    try:
+        pipe.send(Measurement(engine, path, vocabulary, threads, plan).run())
+    except Exception as error:  # its package is absent, or it does not read the network
+        pipe.send(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}")
+
+
+def _measured(engine: str, path: Path, vocabulary: int, threads: int, plan: Plan, limit: float) -> Found:
+    """The times of an engine, measured in a new process. RuntimeError: why there are none."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_measure, args=(engine, path, vocabulary, threads, plan, theirs))
+    process.start()
+    theirs.close()
+    try:
+        found = ours.recv() if ours.poll(limit) else f"it took more than {limit:g} s"
+    except EOFError:
+        process.join()
+        found = f"its process ended with status {process.exitcode}"
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return found  # type: ignore[no-any-return]
 
 
 def measure_popular(
-    engines: Sequence[str], path: Path, vocabulary: int, threads: int, plan: Plan, measured: Measured
+    engines: Sequence[str], path: Path, vocabulary: int, threads: int, plan: Plan, limit: float, measured: Measured
 ) -> dict[str, Found]:
-    """The times of each engine, each in a new process; none, and a line with the reason, of one that fails."""
+    """The times of each engine, none of one that fails, whose reason is printed.
+
+    Args:
+        limit: seconds that an engine may take.
+    """
     found = {}
     for engine in engines:
-        call = partial(_in_a_process, _measured, engine, path, vocabulary, threads, plan)
-        name = f"{path}, {engine}, {vocabulary} tokens, {threads} threads, {[*plan]}"
+        name = f"{path.parent.name}, {path.stem}, {engine}, {vocabulary} tokens, {threads} threads, {[*plan]}"
         try:
-            found[engine] = measured.get(name, call)
-        except Exception as error:  # its package is absent, it does not read the network, or its process ended
-            text = (str(error).splitlines() or [""])[0][:160]
-            print(f"not measured: {engine} ({type(error).__name__}: {text})", flush=True)
+            found[engine] = measured.get(name, partial(_measured, engine, path, vocabulary, threads, plan, limit))
+        except RuntimeError as error:
+            print(f"not measured: {engine} ({error})", flush=True)
             found[engine] = {}
     return found
-
-
-def _in_a_process(call: Callable[..., Any], *arguments: Any) -> Any:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(call, *arguments).result()
 
 
 def rows_of(found: dict[str, Found], plan: Plan) -> tuple[list[str], list[list[str]]]:

@@ -412,12 +412,14 @@ class Popular(NamedTuple):
     Attributes:
         name: as its makers write it.
         layers: how many it has.
+        fewest: layers of the smallest network that has one of each kind, where its kinds are.
         vocabulary: tokens.
         make: from numbers of layers and of tokens, its shape.
     """
 
     name: str
     layers: int
+    fewest: int
     vocabulary: int
     make: Callable[[int, int], Shape]
 
@@ -432,17 +434,18 @@ class Popular(NamedTuple):
 
 POPULAR = {
     "llama-1b": Popular(
-        "Llama-3.2-1B", 16, 128256, lambda layers, tokens: _llama(layers, tokens, 2048, 32, 8, 8192)
+        "Llama-3.2-1B", 16, 1, 128256, lambda layers, tokens: _llama(layers, tokens, 2048, 32, 8, 8192)
     ),
-    "qwen3-4b": Popular("Qwen3-4B", 36, 151936, _qwen3),
+    "qwen3-4b": Popular("Qwen3-4B", 36, 1, 151936, _qwen3),
     "qwen35-4b": Popular(
-        "Qwen3.5-4B", 32, 248320, lambda layers, tokens: _qwen35(2560, layers, 16, 4, 256, 16, 9216, 32, tokens)
+        "Qwen3.5-4B", 32, 4, 248320, lambda layers, tokens: _qwen35(2560, layers, 16, 4, 256, 16, 9216, 32, tokens)
     ),
     "gemma4-e4b": Popular(  # the last layer with K and V of its own sees all tokens
-        "Gemma 4 E4B", 42, 262144, lambda layers, tokens: _gemma4(layers, tokens, layers - 24 * layers // 42 // 6 * 6)
+        "Gemma 4 E4B", 42, 12, 262144,
+        lambda layers, tokens: _gemma4(layers, tokens, layers - 24 * layers // 42 // 6 * 6),
     ),
     "qwen3-30b-a3b": Popular(
-        "Qwen3-30B-A3B", 48, 151936,
+        "Qwen3-30B-A3B", 48, 1, 151936,
         lambda layers, tokens: _experts(2048, layers, 32, 4, 128, 128, 8, 768, tokens, 40960),
     ),
 }

@@ -213,6 +213,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     popular.add_argument("--context", type=int, default=Plan().far, help="tokens of a long text (default 16384)")
     popular.add_argument("--patience", type=float, default=Plan().patience, metavar="SECONDS",
                          help="that a long text may take where it is computed (default 120)")
+    popular.add_argument("--limit", type=float, default=600.0, metavar="SECONDS",
+                         help="that one engine may take with one network (default 600)")
     popular.add_argument("--resume", type=Path, metavar="FILE",
                          help="keep what each engine did in this file, and measure what it does not have")
 
@@ -224,15 +226,15 @@ def popular_tables(tables: Tables, options: argparse.Namespace, folder: Path, th
     if options.quick:
         plan = Plan(32, 32, 64, 48, 1)
     for name in options.shape:
-        layers, vocabulary = (12, 4096) if options.quick else (options.layers, None)
-        size = POPULAR[name].shape(layers, vocabulary)
+        one = POPULAR[name]
+        size = one.shape(one.fewest, 4096) if options.quick else one.shape(options.layers)
         for file in ("q4_k_m",) if options.files is COMMON_FILES else options.files:
             path = _folder_of(size.what, folder) / f"{file}.gguf"
             try:
                 write_files(size, path.parent, (file,))
             except ImportError as error:
                 raise SystemExit(f"--only popular needs llama.cpp, which packs its files: {error}") from error
-            found = measure_popular(options.rivals, path, size.vocabulary, threads, plan, measured)
+            found = measure_popular(options.rivals, path, size.vocabulary, threads, plan, options.limit, measured)
             title = f"9d. {size.what}, {file}, {threads} thr"
             tables.rows(title, *rows_of(found, plan), results_of(found, plan), verdicts_of(found, plan))
 

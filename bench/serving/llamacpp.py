@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from bench.engine.llama_api import BATCH, IkLlamaApi, LlamaApi
+from bench.engine.llama_api import BATCH, IkBatchesApi, LlamaApi
 
 if TYPE_CHECKING:
     from bench.serving.engines import Network
@@ -130,9 +130,9 @@ class LlamaCpp:
 
 
 class IkLlamaCpp(LlamaCpp):
-    """ik_llama.cpp, in the same way."""
+    """ik_llama.cpp in the same way, without flash attention."""
 
-    api = IkLlamaApi
+    api = IkBatchesApi
 
 
 def _common(a: list[int], b: list[int]) -> int:

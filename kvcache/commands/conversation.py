@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvcache.engine import Answer, PrefixCachedEngine, SamplingParams
+from kvcache.engine.history import are_texts
+from kvcache.engine.segment_spans import text_of_content
 from kvcache.networks.files import parse_json
 from kvcache.networks.weights import Progress
 from kvcache.support.arguments import short
@@ -17,7 +19,7 @@ from kvcache.support.regular_files import write_at
 
 __all__ = ["Conversation", "Messages"]
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 
 
 class Conversation:
@@ -33,7 +35,7 @@ class Conversation:
         ValueError: the chat template takes no system message, or fails.
 
     Attributes:
-        messages: dicts with "role" and "content", the oldest first.
+        messages: dicts with "role" and "content", the oldest first; of a file contents may have segments.
         context: see above.
     """
 
@@ -50,7 +52,7 @@ class Conversation:
 
     def count(self, messages: Messages) -> int:
         """The tokens of `messages`, with the beginning of an answer."""
-        return len(self._engine.apply_chat_template(messages, tokenize=True))
+        return self._engine.chat_prompt(messages).num_tokens
 
     def used(self) -> int:
         """The tokens of the conversation, as a next message would find them; 0 for an empty one."""
@@ -70,7 +72,7 @@ class Conversation:
         """Take back the last question and what followed it; returns the question, None if there is none."""
         for index in reversed(range(len(self.messages))):
             if self.messages[index]["role"] == "user":
-                question = self.messages[index]["content"]
+                question = text_of_content(self.messages[index])
                 self.messages = self.messages[:index]
                 return question
         return None
@@ -125,6 +127,8 @@ class Conversation:
         found = content.get("messages") if isinstance(content, dict) else None
         if not isinstance(found, list) or not all(map(_is_message, found)):
             raise ValueError(f'{path}: expected "messages", each with "role" and "content", got {short(content)}')
+        if found and found[0]["role"] == "system" and not isinstance(found[0]["content"], str):
+            raise ValueError(f"{path}: expected a system message that is a text, got {short(found[0]['content'])}")
         self._replace([{"role": each["role"], "content": each["content"]} for each in found])
 
     def _system(self) -> Messages:
@@ -132,9 +136,12 @@ class Conversation:
 
     def _replace(self, messages: Messages) -> None:
         """Continue with `messages`, if the template takes them with a question behind them."""
-        self._engine.apply_chat_template([*messages, {"role": "user", "content": ""}])
+        self._engine.chat_prompt([*messages, {"role": "user", "content": ""}])
         self.messages = messages
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    content = value.get("content")
+    return isinstance(content, str) or (isinstance(content, list) and are_texts(content))

@@ -6,7 +6,7 @@ import re
 import select
 import shutil
 import sys
-import time
+from threading import Event
 from unicodedata import east_asian_width
 
 __all__ = ["MessageReader"]
@@ -87,7 +87,7 @@ def _has_more() -> bool:
     if sys.platform == "win32":
         import msvcrt
 
-        time.sleep(_AT_ONCE)
+        Event().wait(_AT_ONCE)
         return msvcrt.kbhit()
     return bool(select.select([sys.stdin], [], [], _AT_ONCE)[0])
 

@@ -14,6 +14,7 @@ from kvcache.engine.adapters import Adapters
 from kvcache.engine.chat import Answer, ChatEngine, ChatPrompt
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.documents import LINK, NO_DOCUMENTS, Documents, SegmentUse
+from kvcache.engine.edits import Edited
 from kvcache.engine.held_texts import HeldTexts
 from kvcache.engine.inference import InferenceEngine
 from kvcache.engine.partings import prompt_with_partings
@@ -291,7 +292,7 @@ class PrefixCachedEngine(ChatEngine):
     def chat(
         self, messages: Any, params: SamplingParams | None = None, *, tools: Any = None, template: Any = None,
         edits: Any = None, namespace: Hashable = None, progress: Progress | None = None, adapter: str | None = None,
-        **sampling: Any,
+        segments: Iterable[Any] | None = None, link: int = LINK, **sampling: Any,
     ) -> Answer:
         """Do what `InferenceEngine.chat` does, with the prefix cache: only what is new in the conversation runs.
 
@@ -301,18 +302,20 @@ class PrefixCachedEngine(ChatEngine):
             progress: called after each piece of the prompt with its tokens that are cached or have run, and with all.
                 What it raises ends the answer.
         """
-        edited, parts = self.edit(messages, edits, tools=tools, template=template), tuple[int, ...]()
-        if self._pool.keeps_states:
-            most = self._requests.max_positions
-            ids, parts = prompt_with_partings(self._checkpoint(), edited.messages, tools, template, most)
-            found = ChatPrompt(ids, None, edited.applied, edited.original_tokens or len(ids), edited.messages)
-        else:
-            found = self._prompt_of(edited, tools, template)
+        found = self.chat_prompt(messages, edits, tools=tools, template=template, segments=segments, link=link)
         request = self._checked(
             found.tokens, params, sampling, namespace, found.prefix, adapter=adapter, with_text=True
         )
-        request.progress, request.parts_at = progress, parts
-        return Answer(request, self._stream_in_turn(request, namespace, whole=False), found.applied_edits)
+        request.progress, request.parts_at = progress, found.parts_at
+        return Answer(request, self._stream_in_turn(request, namespace, whole=False), found)
+
+    def _prompt_of(self, found: Edited, tools: Any, template: Any) -> ChatPrompt:
+        if not self._pool.keeps_states:
+            return super()._prompt_of(found, tools, template)
+        most = self._requests.max_positions
+        ids, parts = prompt_with_partings(self._checkpoint(), found.messages, tools, template, most)
+        original = found.original_tokens or len(ids)
+        return ChatPrompt(ids, None, found.applied, original, found.messages, parts_at=parts)
 
     def _checked(
         self, prompt: Any, params: SamplingParams | None, sampling: dict[str, Any], namespace: Hashable,

@@ -11,15 +11,19 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from types import GeneratorType
 from typing import Any, NamedTuple
 
 from kvcache.engine.call_ids import with_counted_ids
 from kvcache.engine.completion import FinishReason, Request
+from kvcache.engine.documents import LINK, Documents, Placed, Segment, SegmentUse, place
 from kvcache.engine.edit_masks import EditMasks, seen_by
 from kvcache.engine.edits import Edited, as_edits, edited
 from kvcache.engine.history import THOUGHTS, TOOLS, Messages, Rewriting, are_texts, rewritings, with_arguments
 from kvcache.engine.prompt_measure import PromptMeasure
+from kvcache.engine.segment_spans import SegmentSpan, cuts_of, segment_places, spans_of, text_of_content, with_documents
+from kvcache.engine.text_places import located
 from kvcache.engine.text_rows import TextRows
 from kvcache.engine.vectors import VectorOptions, Vectors
 from kvcache.errors import CheckpointError
@@ -31,6 +35,7 @@ from kvcache.support.exclusions import expect
 from kvcache.support.json_text import read_json_text
 from kvcache.texts.behind import base_of, reused_before
 from kvcache.texts.seen_parts import SeenParts
+from kvcache.texts.text import NO_TOKEN
 
 __all__ = [
     "Answer", "ChatEngine", "ChatPrompt", "chat_tokens", "chat_tokens_with_ends", "render", "template_arguments",
@@ -56,13 +61,18 @@ class Answer:
         cached_tokens: those whose K and V came from a prefix cache; 0 before the first piece.
         tokens: the new tokens so far.
         applied_edits: what each edit of the conversation has cleared, see `ChatEngine.edit`.
+        segments: as of `Completion`; before the first piece none of them is cached.
+
+    Args:
+        request: the request.
+        new: yields its tokens.
+        prompt: what it was made of.
     """
 
-    def __init__(
-        self, request: Request, new: Iterator[int], applied_edits: Sequence[dict[str, Any]] = ()
-    ) -> None:
-        self.applied_edits = [*applied_edits]
-        self.prompt_tokens = base_of(request.prefix) + len(request.tokens)
+    def __init__(self, request: Request, new: Iterator[int], prompt: ChatPrompt) -> None:
+        self.applied_edits = [*prompt.applied_edits]
+        request.placed = prompt.placed or request.placed
+        self.prompt_tokens = prompt.num_tokens
         self.tokens: list[int] = []
         self._request, self._pieces = request, request.pieces(new, self.tokens)
 
@@ -70,6 +80,10 @@ class Answer:
     def cached_tokens(self) -> int:
         found = self._request
         return found.cached_tokens + (reused_before(found.prefix, found.cached_texts) if self.tokens else 0)
+
+    @property
+    def segments(self) -> list[SegmentUse] | None:
+        return self._request.segments
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -91,7 +105,7 @@ class Answer:
 
 
 class ChatPrompt(NamedTuple):
-    """The prompt of a conversation after its edits.
+    """The prompt of a conversation after its edits, or with segments.
 
     Attributes:
         tokens: those to run behind `prefix`.
@@ -99,6 +113,8 @@ class ChatPrompt(NamedTuple):
         applied_edits: what each edit has cleared, as the interface says it.
         original_tokens: of the prompt before its edits.
         messages: of the conversation, as the template got them.
+        placed: its segments; None: it has none.
+        parts_at: see `Text`.
     """
 
     tokens: list[int]
@@ -106,6 +122,13 @@ class ChatPrompt(NamedTuple):
     applied_edits: tuple[dict[str, Any], ...]
     original_tokens: int
     messages: Messages
+    placed: Placed | None = None
+    parts_at: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of the prompt, those of `prefix` included."""
+        return base_of(self.prefix) + len(self.tokens)
 
 
 class ChatEngine:
@@ -155,16 +178,59 @@ class ChatEngine:
         tokenizer = _tokenizer_of(self._checkpoint())
         return edited(found, known, PromptMeasure(self._writer(tools, template), tokenizer))
 
-    def chat_prompt(self, messages: Any, edits: Any = None, *, tools: Any = None, template: Any = None) -> ChatPrompt:
-        """The prompt of a conversation after its edits, those by masks too.
+    def chat_prompt(
+        self, messages: Any, edits: Any = None, *, tools: Any = None, template: Any = None,
+        segments: Iterable[Any] | None = None, link: int = LINK,
+    ) -> ChatPrompt:
+        """The prompt of a conversation after its edits, those by masks too, or with segments.
 
         An edit of results of tools with `"kvcache_mode": "mask"` leaves the results in the text: tokens behind the edit
         do not see them, and nothing runs again. `tokens` and `prefix` are for `complete`, `stream` and `submit`.
 
-        The arguments and the errors are those of `edit`. ValueError: a network or a cache that has no masks; the
-        template does not write results as they are.
+        Args:
+            messages, edits, tools, template: as of `edit`. A part of a message such as `{"type": "text", "text": "...",
+                "segment": True}` is a segment; segments follow each other.
+            segments: documents before the first words of the user, each a `Segment` or a text; as such parts there. The
+                head is all before them, and what is behind them goes on with the conversation.
+            link: as of `InferenceEngine.complete`.
+
+        Raises:
+            TypeError, ValueError: as `edit`; a network or a cache that has no masks, or no segments; the template does
+                not write results, or segments, as they are; edits beside segments.
         """
-        return self._prompt_of(self.edit(messages, edits, tools=tools, template=template), tools, template)
+        names: list[str | None] | None = None
+        if segments is not None:
+            messages, names = with_documents(_messages(messages), segments)
+        plain, spans = spans_of(_messages(messages), "messages")
+        if not spans:
+            return self._prompt_of(self.edit(plain, edits, tools=tools, template=template), tools, template)
+        if edits:
+            raise ValueError(f"edits: expected none beside segments, got {short(edits)}")
+        return self._prompt_of_segments(plain, spans, names or [None] * len(spans), link, self._writer(tools, template))
+
+    def _prompt_of_segments(
+        self, messages: Messages, spans: Sequence[SegmentSpan], names: Sequence[str | None], link: int,
+        write: Callable[[Any], str],
+    ) -> ChatPrompt:
+        """The prompt of messages, of which some parts are segments; see `chat_prompt`."""
+        features, most = self._limits()
+        expect("segments", names, features)
+        text, said = write(messages), [text_of_content(each) for each in messages]
+        places = [place for span in spans for place in segment_places(span, said[span.message])]
+        found = located(write, text, messages, dict(enumerate(places)))
+        cuts = cuts_of(spans, said, text, [found.get(number) for number in range(len(places))])
+        tokenizer = _tokenizer_of(self._checkpoint())
+        head, *documents, own = (
+            encoded(tokenizer, text[start:stop], "messages", most=most, add_special_tokens=False)
+            for start, stop in pairwise([0, *cuts, len(text)])
+        )
+        if not own:
+            raise ValueError("messages: expected a text behind the segments, got none")
+        given = [Segment(ids, name) for ids, name in zip(documents, names, strict=True)]
+        placed = place(own, None, Documents(head, given, link), lambda: None, NO_TOKEN)
+        assert isinstance(placed.prefix, SeenParts), "it stands behind segments"
+        prompt = ChatPrompt(placed.prompt.tolist(), placed.prefix, (), 0, messages, placed)
+        return prompt._replace(original_tokens=prompt.num_tokens)
 
     def _prompt_of(self, found: Edited, tools: Any, template: Any) -> ChatPrompt:
         """The prompt of an edited conversation; see `chat_prompt`."""

@@ -127,6 +127,8 @@ class CurrentText:
         """Run the text of a part, behind what it shares with the text that ran before it, and hold it."""
         text, tokens = self.text, part.tokens
         pos = min(common_tokens([text.tokens, tokens]), len(tokens) - 1) if text.prefix is part.behind else 0
+        group = self.cache.residual_length
+        pos -= pos % group if group else 0  # tokens of a group are packed together
         if pos and self._may_cut(text, pos):
             self.pool.cut(text, pos)
             text.num_tokens = pos
@@ -160,9 +162,7 @@ class CurrentText:
         self._end_old(text)
         try:
             with ExitStack() as held:
-                found, starts = self.pool.shared.hold(text, text.num_tokens, held, arrived)
-                if parts:
-                    starts = [each._replace(parts=own) for each, own in zip(starts, parts, strict=True)]
+                found, starts = self.pool.shared.hold(text, text.num_tokens, held, arrived, parts=parts)
                 self.pool.begin(text, found, starts, 0)
                 return starts[0].cached
         except Exception:

@@ -25,6 +25,7 @@ _THOUGHT_PARTS = ("thinking", "redacted_thinking")
 _MODE = "kvcache_mode"  # the field that says how a result is cleared: a name of this library
 _FREE = 32  # clearings that are told apart whatever they clear; each token of a text behind masks sees all of them
 _MOST_NAMES = 1024  # of tools
+_LONG = 4096  # characters: a result with more has more tokens than `CLEARED`, and is not counted
 
 
 class ToolClearing(NamedTuple):
@@ -99,7 +100,7 @@ class Edited(NamedTuple):
     """A conversation after its edits.
 
     Attributes:
-        messages: what stays; a cleared result is `CLEARED`.
+        messages: what stays; a cleared result is `CLEARED`, unless that is no shorter.
         applied: what each edit that changed something has cleared, as the interface says it.
         original_tokens: tokens of the prompt before the edits; None: they changed nothing.
         masked: the uses whose results stay in `messages` and are not seen behind the edits; see `edit_masks`.
@@ -238,10 +239,12 @@ def edited(messages: Messages, edits: Edits, measure: Measure) -> Edited:
     if edits.uses is not None and edits.uses.mask:
         return Edited(found, tuple(applied), original, tuple(done))
     if edits.uses is not None and (uses := [use for each in done for use in each.uses]):
-        before, kept = measure.prompt(found), _without_uses(found, uses, edits.uses)
-        original = before if original is None else original
-        applied.append(_told(len(uses), max(0, before - measure.prompt(kept))))
-        found = kept
+        kept, count = _without_uses(found, uses, edits.uses, measure)
+        if count:
+            before = measure.prompt(found)
+            original = before if original is None else original
+            applied.append(_told(count, max(0, before - measure.prompt(kept))))
+            found = kept
     return Edited(found, tuple(applied), original)
 
 
@@ -302,20 +305,29 @@ class _UseTokens:
     def between(self, start: int, stop: int) -> int:
         """The tokens of some of the uses."""
         for use in self._uses[len(self._sums) - 1 : stop]:
-            own = sum(map(self._measure.text, _texts(self._messages, use, self._edit))) - self._instead
+            own = max(0, sum(map(self._measure.text, _texts(self._messages[use.result]))) - self._instead)
+            if use.call is not None and self._edit.clears_input(use.name):
+                message, place = use.call
+                given = _function_of(self._messages[message]["tool_calls"][place]).get("arguments")
+                own += self._measure.text(str(given or ""))
             self._sums.append(self._sums[-1] + own)
         return self._sums[stop] - self._sums[start]
 
 
-def _texts(messages: Messages, use: ToolUse, edit: ToolClearing) -> Iterator[str]:
-    """The texts of a use that leave."""
-    content = messages[use.result].get("content")
+def _texts(result: Mapping[str, Any]) -> Iterator[str]:
+    """The texts of a result."""
+    content = result.get("content")
     for part in content if isinstance(content, list) else [{"text": content}]:
         if isinstance(part, dict) and isinstance(part.get("text"), str):
             yield part["text"]
-    if use.call is not None and edit.clears_input(use.name):
-        message, place = use.call
-        yield str(_function_of(messages[message]["tool_calls"][place]).get("arguments") or "")
+
+
+def _is_longer(result: Mapping[str, Any], measure: Measure, instead: int) -> bool:
+    """Whether a result has more than `instead` tokens, those of the text in its place: others stay as they are."""
+    content, texts = result.get("content"), [*_texts(result)]
+    if isinstance(content, list) and len(texts) < len(content):  # it has more than texts
+        return True
+    return sum(map(len, texts)) > _LONG or sum(map(measure.text, texts)) > instead
 
 
 def _tool_uses(messages: Messages) -> list[ToolUse]:
@@ -342,11 +354,20 @@ def _function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
     return function if isinstance(function, Mapping) else {}
 
 
-def _without_uses(messages: Messages, uses: Sequence[ToolUse], edit: ToolClearing) -> Messages:
-    """The messages with a placeholder for each result of some uses, and perhaps without the arguments of the calls."""
+def _without_uses(
+    messages: Messages, uses: Sequence[ToolUse], edit: ToolClearing, measure: Measure
+) -> tuple[Messages, int]:
+    """The messages with a placeholder for each result of some uses, and perhaps without the arguments of the calls.
+
+    Results that are no longer than it stay. Returns also the number of uses of which something has left.
+    """
     found, calls = [*messages], dict[int, list[Any]]()  # the calls of messages, copied once
+    instead, count = measure.text(CLEARED), 0
     for use in uses:
-        found[use.result] = found[use.result] | {"content": CLEARED}
+        is_longer = _is_longer(found[use.result], measure, instead)
+        if is_longer:
+            found[use.result] = found[use.result] | {"content": CLEARED}
+        count += is_longer or (use.call is not None and edit.clears_input(use.name))
         if use.call is not None and edit.clears_input(use.name):
             number, place = use.call
             if number not in calls:
@@ -355,7 +376,7 @@ def _without_uses(messages: Messages, uses: Sequence[ToolUse], edit: ToolClearin
             own[place] = with_arguments(own[place], lambda given: "{}" if isinstance(given, str) else {})
     for number, own in calls.items():
         found[number] = found[number] | {"tool_calls": own}
-    return found
+    return found, count
 
 
 # -- thoughts -----------------------------------------------------------------------------------------------------

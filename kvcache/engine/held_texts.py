@@ -45,7 +45,7 @@ class HeldTexts:
     def find(self, part: SeenPart, space: Any) -> bool:
         """Hold a text that is cached as a whole; whether it is."""
         with ExitStack() as held:
-            starts = self._pool.shared.hold_text(part.tokens, self._reaches.get(part.key, 0), space, held)
+            starts = self._pool.shared.hold_text(part, self._reaches.get(part.key, 0), space, held)
             if starts is None:
                 return False
             self._hold(part, [starts[i] for i, _ in self._groups])
@@ -56,7 +56,7 @@ class HeldTexts:
         """Hold a text that has run, `cached` tokens of which have not."""
         self._pool.keep_whole(text)
         gap = self._reaches.get(part.key, 0)
-        self._hold(part, [group.end_of(text, i, gap) for i, group in self._groups])
+        self._hold(part, [group.end_of(text, i, part, gap) for i, group in self._groups])
         self.cached[part.key] = cached
 
     def _hold(self, part: SeenPart, starts: list[CachedStart]) -> None:
@@ -70,7 +70,6 @@ class HeldTexts:
         for number, (_, group) in enumerate(self._groups):
             found.append([])
             for part, gap in () if prefix is None else zip(prefix.parts, prefix.gaps, strict=True):
-                seq_id, length = self._ids[part.key][number], len(part.tokens)
-                start = group.held_start(seq_id, length, self._reaches.get(part.key, 0))
+                start = group.held_start(self._ids[part.key][number], part, self._reaches.get(part.key, 0))
                 found[-1].append(group.part_start(start, part, gap))
         return found

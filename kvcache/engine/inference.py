@@ -345,17 +345,18 @@ class InferenceEngine(NetworkEngine):
 
     def chat(
         self, messages: Any, params: SamplingParams | None = None, *, tools: Any = None, template: Any = None,
-        edits: Any = None, adapter: str | None = None, **sampling: Any,
+        edits: Any = None, adapter: str | None = None, segments: Iterable[Any] | None = None, link: int = LINK,
+        **sampling: Any,
     ) -> Answer:
         """Answer a conversation: an iterator of pieces of text, which `stream` computes token by token.
 
-        Arguments and errors are those of `apply_chat_template` and `complete`; they are checked now.
+        Arguments and errors are those of `chat_prompt` and `complete`; they are checked now.
         """
-        found = self.chat_prompt(messages, edits, tools=tools, template=template)
+        found = self.chat_prompt(messages, edits, tools=tools, template=template, segments=segments, link=link)
         request = self._request(
             found.tokens, params, sampling, adapter=adapter, with_text=True, prefix=found.prefix
         )
-        return Answer(request, self.requests.stream(request, whole=False), found.applied_edits)
+        return Answer(request, self.requests.stream(request, whole=False), found)
 
     def score(self, tokens: Any, *, prefix: Behind | None = None, adapter: str | None = None) -> Float32:
         """Log-probability of each token after the first, given the tokens before it: float32 `(len(tokens) - 1,)`.

@@ -341,7 +341,7 @@ cdef const void *level_in_use(bint in_bf16, kvc_bf16_rows *rows) except NULL:
     if in_bf16:
         key = <size_t>level
         if key not in _bf16_rows:
-            _bf16_rows[key] = <int>kvc_bf16_rows_of(level)
+            _bf16_rows.setdefault(key, <int>kvc_bf16_rows_of(level))    # of two threads, the first one's
         rows[0] = <kvc_bf16_rows><int>_bf16_rows[key]
     return level
 

@@ -15,7 +15,8 @@ from kvcache.paged.tables cimport BlockTables
 # Queries of one sequence that read the same rows in f16: those of one group of the text, or its first tokens.
 cdef struct QueryGroup:
     int64_t text                 # which sequence of the call it is
-    int64_t ahead, begin, end    # the tokens with these rows, [0, ahead) and [begin, end)
+    int64_t first, ahead         # the tokens with these rows, [first, ahead) and [begin, end)
+    int64_t begin, end
     int64_t first_run            # of the rows, in the runs that the residual's list has cut
 
 
@@ -45,12 +46,14 @@ cdef class SequenceAttention:
                        int64_t num_queries) except -1
     # The same with a residual: each sequence becomes as many as its queries are in groups. Then the sums of masses of
     # these, as the kernels give them, for each sequence.
-    cdef int _describe_groups(self, cnp.ndarray ids, cnp.ndarray lens, cnp.ndarray shown, int64_t num_queries) except -1
+    cdef int _describe_groups(self, QueriedSequences sequences, AttentionCall call, int64_t num_queries) except -1
     cdef int _reserve_groups(self, int64_t count) except -1
-    cdef int _add_groups(self, int64_t text, const Sequence *seq, int64_t count, int64_t stop) except -1
-    # Queries that see the first `context` tokens packed, but for `ahead`: all of them, or those up to each query.
+    cdef int _add_groups(self, int64_t text, const Sequence *seq, int64_t count, int64_t stop,
+                         AttentionCall call) except -1
+    # Queries that see the first `context` tokens packed, but for `ahead`: all of them, or those up to each query; and
+    # the tokens with rows in f16, `near_whole`: all of them.
     cdef int _add_group(self, const Sequence *seq, int64_t queries, int64_t context, QueryGroup group,
-                        bint whole) except -1
+                        bint whole, bint near_whole) except -1
     cdef int64_t _num_shown(self, const int64_t *show, int64_t text) noexcept    # tokens of a sequence; show NULL: all
     cdef object _collect_masses(self, cnp.ndarray parts, cnp.ndarray shown, int64_t n)
     # ValueError for arguments that a residual excludes.

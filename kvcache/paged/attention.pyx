@@ -149,7 +149,7 @@ cdef class SequenceAttention:
         if self.residual is None:
             self._describe(sequences, call, tree, q.shape[0])
         else:
-            self._describe_groups(sequences.ids, sequences.lens, sequences.shown, q.shape[0])
+            self._describe_groups(sequences, call, q.shape[0])
             num_seqs = self.num_groups
         if call.top_tokens or sequences.tokens is not None:
             self._refuse_sparse(sequences, call, q, sink_queries, num_seqs)
@@ -315,25 +315,22 @@ cdef class SequenceAttention:
     # -- with a residual ------------------------------------------------------------------------------------
 
     cdef int _refuse(self, QueriedSequences sequences, AttentionCall call, object sink_queries) except -1:
-        for name, fixed, value in (("sink_queries", None, sink_queries), ("window", None, call.window),
-                                   ("starts", None, sequences.starts), ("causal", True, call.causal),
-                                   ("mask", None, sequences.parents), ("skip_tokens", 0, call.skip_tokens),
-                                   ("tokens", None, sequences.tokens), ("firsts", None, sequences.firsts)):
-            if value is not fixed and (fixed is None or value != fixed):
+        for name, value in (("sink_queries", sink_queries), ("window", call.window), ("starts", sequences.starts),
+                            ("mask", sequences.parents), ("tokens", sequences.tokens), ("firsts", sequences.firsts)):
+            if value is not None:
                 lengths = f"residual_length {self.residual.length} and first_tokens {self.residual.firsts}"
                 got = short(value.tolist() if name in ("starts", "mask", "tokens", "firsts") else value)
-                raise ValueError(f"{name}: expected {fixed} with {lengths}, got {got}")
+                raise ValueError(f"{name}: expected None with {lengths}, got {got}")
         return 0
 
-    cdef int _describe_groups(self, cnp.ndarray ids, cnp.ndarray lens, cnp.ndarray shown,
-                              int64_t num_queries) except -1:
-        cdef const uint64_t *id = <const uint64_t *>cnp.PyArray_DATA(ids)
-        cdef int64_t i, n = ids.shape[0], count, stop, most, total = 0, length = self.residual.length
-        cdef const int64_t *counts = numbers(lens, n, "query_lens")
-        cdef const int64_t *show = numbers(shown, n, "context_lens")
+    cdef int _describe_groups(self, QueriedSequences sequences, AttentionCall call, int64_t num_queries) except -1:
+        cdef const uint64_t *id = <const uint64_t *>cnp.PyArray_DATA(sequences.ids)
+        cdef int64_t i, n = sequences.ids.shape[0], count, stop, most, total = 0, length = self.residual.length
+        cdef const int64_t *counts = numbers(sequences.lens, n, "query_lens")
+        cdef const int64_t *show = numbers(sequences.shown, n, "context_lens")
         cdef RunLists rows = self.residual.run_lists
         cdef Sequence *seq
-        if show == NULL:
+        if show == NULL and call.causal:
             self.table.pick_(id, n)
         else:
             self.table.find_(id, n)    # a sequence may be named several times
@@ -345,17 +342,19 @@ cdef class SequenceAttention:
                                  f"got {stop}")
             most = max(0, stop - (seq.span.base if length else 0))
             most = most if show == NULL else min(most, 1)
-            if not 0 <= count <= most:
+            if call.causal and not 0 <= count <= most:
                 group = ", from the group of its last append on" if length else ""
                 raise ValueError(f"query_lens: expected 0 to {most} queries for sequence {id[i]}{group}, got {count}")
+            if count < 0:
+                raise ValueError(f"query_lens: expected 0 or more queries for sequence {id[i]}, got {count}")
             total = saturating_sum(total, count)
         if total != num_queries:
             raise ValueError(f"queries: expected {total} rows, got {num_queries}")
-        self._reserve_groups(2 * n + (total // length if length else 0))
+        self._reserve_groups(2 * n + (total // length if length and call.causal else 0))
         self.num_groups = rows.num_cut = 0
         for i in range(n):
             seq = &self.table.records.seqs[self.table.picked[i]]
-            self._add_groups(i, seq, count_at(counts, i), self._num_shown(show, i))
+            self._add_groups(i, seq, count_at(counts, i), self._num_shown(show, i), call)
         for i in range(self.num_groups):    # `cut` stays where it is from here on
             self.attention.residuals[i].runs = rows.cut + self.groups[i].first_run
         return 0
@@ -370,40 +369,49 @@ cdef class SequenceAttention:
             self.groups, self.groups_capacity = grown, count
         return 0
 
-    cdef int _add_groups(self, int64_t text, const Sequence *seq, int64_t count, int64_t stop) except -1:
-        cdef int64_t firsts = seq.span.firsts if seq.span.base else self.residual.firsts
+    cdef int _add_groups(self, int64_t text, const Sequence *seq, int64_t count, int64_t stop,
+                         AttentionCall call) except -1:
+        cdef int64_t firsts = seq.span.firsts if seq.span.base else self.residual.firsts, skip = call.skip_tokens
         cdef int64_t pos = stop - count, group, end, begin
+        if not call.causal:    # queries behind the text, in none of its groups
+            firsts = min(firsts, stop)
+            return self._add_group(seq, count, stop, QueryGroup(text, skip, firsts, stop, stop, 0), True, True)
         if self.residual.length == 0:
             end = min(firsts, stop)
             if pos < end:    # first tokens, which see no packed one
-                self._add_group(seq, end - pos, 0, QueryGroup(text, 0, 0, end, 0), True)
+                self._add_group(seq, end - pos, 0, QueryGroup(text, skip, 0, 0, end, 0), True, False)
                 pos = end
             if pos < stop:
-                self._add_group(seq, stop - pos, stop, QueryGroup(text, firsts, stop, stop, 0), False)
+                self._add_group(seq, stop - pos, stop, QueryGroup(text, skip, firsts, stop, stop, 0), False, True)
             return 0
         while pos < stop:
             group = self.residual.group_of(seq, pos)
             end, begin = min(group + self.residual.length, stop), max(group, seq.span.base)
             if seq.span.base == 0 and begin < firsts:
                 begin = 0
-            self._add_group(seq, end - pos, begin, QueryGroup(text, firsts if begin else 0, begin, end, 0), True)
+            self._add_group(seq, end - pos, begin, QueryGroup(text, skip, firsts if begin else 0, begin, end, 0), True,
+                            False)
             pos = end
         return 0
 
     cdef int _add_group(self, const Sequence *seq, int64_t queries, int64_t context, QueryGroup group,
-                        bint whole) except -1:
+                        bint whole, bint near_whole) except -1:
         cdef RunLists rows = self.residual.run_lists
         cdef kvc_seq *packed = self.attention.seq_(self.num_groups)
         cdef kvc_seq *near = &self.attention.residuals[self.num_groups]
         place(packed, &seq.tokens)
         packed.num_queries = near.num_queries = queries
-        packed.hidden_tokens, packed.skipped_tokens, packed.whole = packed.num_tokens - context, group.ahead, whole
+        packed.hidden_tokens, packed.whole, near.whole = packed.num_tokens - context, whole, near_whole
+        packed.skipped_tokens = max(group.ahead, group.first)
+        group.first = min(group.first, group.ahead)
+        group.begin = min(max(group.begin, packed.skipped_tokens), group.end)
         group.first_run = rows.num_cut
-        rows.slice_(&seq.residual, 0, group.ahead)
+        if group.first < group.ahead:
+            rows.slice_(&seq.residual, group.first, group.ahead)
         if group.begin < group.end:
             rows.slice_(&seq.residual, row_of(seq, group.begin), row_of(seq, group.end - 1) + 1)
-        near.num_runs, near.num_tokens = rows.num_cut - group.first_run, group.ahead + group.end - group.begin
-        near.whole = not whole    # without groups all queries behind the first tokens see all of these
+        near.num_runs = rows.num_cut - group.first_run
+        near.num_tokens = group.ahead - group.first + group.end - group.begin
         self.groups[self.num_groups] = group
         self.num_groups += 1
         return 0
@@ -427,7 +435,7 @@ cdef class SequenceAttention:
                 first += self._num_shown(show, text)
                 text += 1
             context = self.attention.seqs[i].num_tokens - self.attention.seqs[i].hidden_tokens
-            for begin, end in ((0, context), (0, group.ahead), (group.begin, group.end)):
+            for begin, end in ((0, context), (group.first, group.ahead), (group.begin, group.end)):
                 masses[..., first + begin : first + end] += parts[..., at : at + end - begin]
                 at += end - begin
         return masses

@@ -589,9 +589,9 @@ class PagedKvCache:
         With `residual_length` each query reads the tokens of its own group in f16, with `first_tokens` the first ones:
         what is attended there and in the packed rows is merged. With `residual_length` a sequence keeps f16 rows only
         from the group on in which its last `append` began, so it can have queries of these tokens alone: ValueError for
-        more. `sink_queries`, `window`, `starts`, `causal`, `mask`, `skip_tokens` and `firsts` keep their defaults:
-        ValueError.
-        With `context_lens` each sequence has one query at most, that of the last token that is shown.
+        more. With `context_lens` each sequence has one query at most, that of the last token that is shown. Queries
+        with `causal=False` stand behind the text, in none of its groups: they read the first tokens in f16, and all
+        others packed. `sink_queries`, `window`, `starts`, `mask` and `firsts` keep their defaults: ValueError.
 
         Args:
             queries: `(total_queries, num_query_heads, head_dim)`, num_query_heads a multiple of num_heads; query head h
@@ -652,7 +652,8 @@ class PagedKvCache:
 
     def write_and_attend(
         self, sequences: QueriedSequences, calls: Mapping[int, tuple[int, AttentionCall, bool]], layer: int,
-        queries: npt.ArrayLike, keys: Any, values: Any, _: Any = None, chosen: Int32 | None = None, /,
+        queries: npt.ArrayLike, keys: Any, values: Any, _: Any = None, chosen: Int32 | None = None,
+        written: QueriedSequences | None = None, /,
     ) -> Float32:
         """`write_ragged` of the newest tokens, and `attention` of their queries: what a layer does in a pass.
 
@@ -663,12 +664,14 @@ class PagedKvCache:
             layer: of the network.
             queries: `(sum(query_lens), num_query_heads, head_dim)`; other arguments as of these two.
             chosen: what `write_and_choose` has returned.
+            written: those that are written, where others are attended to.
         """
         number, call, writes = calls[layer]
         if not writes and (keys is not None or values is not None):
             raise ValueError(f"keys: expected None for layer {layer}, which reads K and V of another one, got rows")
         if writes:
-            self._sequences.write_batch(number, sequences.ids, self._blocks.as_rows(keys, values), sequences.lens)
+            to = sequences if written is None else written
+            self._sequences.write_batch(number, to.ids, self._blocks.as_rows(keys, values), to.lens)
         mixed: Float32 = self._attention.over(number, queries, sequences, call, chosen=chosen)
         return mixed
 
@@ -738,7 +741,7 @@ class PagedKvCache:
 
         Args:
             newest: for each layer K and V `(n, num_heads, head_dim)` of the last n tokens, all of one group; empty:
-                none.
+                none. Without groups they are all tokens, at most `first_tokens`.
             firsts: those of the first `first_tokens` tokens, which come before the newest; empty: none.
         """
         residual = self._expect_residual()

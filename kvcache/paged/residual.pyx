@@ -103,8 +103,9 @@ cdef class Residual:
         cdef int64_t stop = seq.tokens.num_tokens, base = stop - count
         if firsts not in (0, self.firsts) or base < firsts:
             raise ValueError(f"firsts: expected {self.firsts} tokens or none, before the newest, got {firsts}")
-        if count and (not self.length or base < self.group_of(seq, stop - 1)):
-            raise ValueError(f"newest: expected tokens of one group of {self.length}, got {count} before {stop}")
+        if count and (base < self.group_of(seq, stop - 1) if self.length else base or stop > self.firsts):
+            group = self.length or self.firsts    # without groups the first tokens are one
+            raise ValueError(f"newest: expected tokens of one group of {group}, got {count} before {stop}")
         return Span(firsts, base)
 
     cdef Span thinned(self, const Sequence *seq, const int64_t *bounds, int64_t ranges, int64_t *row_bounds,

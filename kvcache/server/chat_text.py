@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvcache.engine.partings import common, parting_ends
+from kvcache.engine.segment_spans import cuts_of, segment_places, text_of_content
 from kvcache.engine.text_places import TextPlace, located
-from kvcache.server.conversations import Conversation, SegmentSpan, placed, text_of, with_users
+from kvcache.server.conversations import Conversation, placed, text_of, with_users
 from kvcache.server.retention import CacheMark
 
 __all__ = ["ChatText"]
@@ -50,7 +51,8 @@ class ChatText:
             self._messages = [*asked.messages[:-1], last | {"content": text_of(last)}]
         self.text = self._first()
         places = [self._place_of(mark) for mark in marks]
-        inner = [place for span in asked.segments for place in self._places_in(span)]
+        said = [text_of_content(each) for each in self._messages] if asked.segments else []
+        inner = [place for span in asked.segments for place in segment_places(span, said[span.message])]
         last = len(places) + len(inner)
         found = self._located([*places, *inner], last)
         if asked.continues:
@@ -59,7 +61,8 @@ class ChatText:
             self._end(mark, place, found.get(number))
             for number, (mark, place) in enumerate(zip(marks, places, strict=True))
         ]
-        self.cuts = self._cuts([found.get(len(places) + number) for number in range(len(inner))])
+        spans = [found.get(len(places) + number) for number in range(len(inner))]
+        self.cuts = cuts_of(asked.segments, said, self.text, spans)
 
     def partings(self) -> list[int]:
         """After how many characters the next requests are expected to differ, see `parting_ends`."""
@@ -102,11 +105,11 @@ class ChatText:
         The end of a message is the beginning of the next one, behind its calls, and behind tools.
         """
         number, characters, message = mark.message, mark.characters, self._messages[mark.message]
-        text = _said(message)
+        text = text_of_content(message)
         if characters is None or not text[characters:].strip():
             if number + 1 == len(self._messages):
                 return TextPlace(number + 1, 0, False)
-            following = _said(self._messages[number + 1])
+            following = text_of_content(self._messages[number + 1])
             if following.strip():
                 return TextPlace(number + 1, len(following) - len(following.lstrip()), False)
             if message.get("tool_calls") or message.get("role") in _SYSTEM:
@@ -123,27 +126,6 @@ class ChatText:
         inner = {i: place for i, place in enumerate(places) if place and place.message < len(self._messages)}
         end = last if self._asked.continues else None
         return located(self._written, self.text, self._messages, inner, last=end)
-
-    def _places_in(self, span: SegmentSpan) -> tuple[TextPlace, TextPlace]:
-        """The places of the first and of the last character of a segment that are no white space."""
-        text = _said(self._messages[span.message])[span.start : span.stop]
-        first, last = len(text) - len(text.lstrip()), len(text.rstrip()) - 1
-        return TextPlace(span.message, span.start + first, False), TextPlace(span.message, span.start + last, True)
-
-    def _cuts(self, found: Sequence[int | None]) -> list[int]:
-        """`cuts`, of the numbers of characters before the places of segments; None: a place was not found."""
-        cuts = list[int]()
-        for span, first, last in zip(self._asked.segments, found[::2], found[1::2], strict=True):
-            text = _said(self._messages[span.message])[span.start : span.stop]
-            before, behind = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
-            start, stop = (first or 0) - len(before), (last or 0) + len(behind)
-            whole = None not in (first, last) and 0 <= start < stop
-            if not whole or self.text[start:first] != before or self.text[last:stop] != behind:
-                raise ValueError("messages: expected a chat template that writes segments as they are, got another one")
-            if cuts and start != cuts[-1]:
-                raise ValueError("messages: expected segments that follow each other, got a text between two of them")
-            cuts += [stop] if cuts else [start, stop]
-        return cuts
 
     def _end_of_last(self) -> int:
         """The end of the last message in the text, where the template writes it as it is."""
@@ -172,8 +154,3 @@ class ChatText:
 
 def _role(message: Any) -> Any:
     return message.get("role") if isinstance(message, dict) else None
-
-
-def _said(message: dict[str, Any]) -> str:
-    """The text of a message; empty where it is none."""
-    return text_of(message) if isinstance(message.get("content"), (str, list)) else ""

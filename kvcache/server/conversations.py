@@ -9,14 +9,14 @@ from typing import Any, Literal, NamedTuple
 from kvcache.engine.chat import template_arguments
 from kvcache.engine.documents import LINK
 from kvcache.engine.edits import Edits, as_edits
+from kvcache.engine.segment_spans import SegmentSpan, spans_of
 from kvcache.server.contents import Contents
 from kvcache.server.refusals import BodyError
 from kvcache.support.arguments import as_instance, short
 
 __all__ = [
-    "MAX_MESSAGES", "Conversation", "SegmentSpan", "ToolChoice", "conversation_of", "edits_of", "effort",
-    "function_name", "placed", "reasoning", "template_kwargs", "text_of", "thinking", "tool_choice_of", "tools_of",
-    "verbosity", "with_users",
+    "MAX_MESSAGES", "Conversation", "ToolChoice", "conversation_of", "edits_of", "effort", "function_name", "placed",
+    "reasoning", "template_kwargs", "text_of", "thinking", "tool_choice_of", "tools_of", "verbosity", "with_users",
 ]
 
 MAX_MESSAGES = 4096  # templates have a loop over them
@@ -38,19 +38,6 @@ class ToolChoice(NamedTuple):
 
     mode: Literal["none", "auto", "required"] = "auto"
     names: frozenset[str] | None = None
-
-
-class SegmentSpan(NamedTuple):
-    """A part of a message that is a segment.
-
-    Attributes:
-        message: the number of its message.
-        start, stop: how many characters of the message's text are before it, and up to its end.
-    """
-
-    message: int
-    start: int
-    stop: int
 
 
 class Conversation(NamedTuple):
@@ -97,7 +84,9 @@ def conversation_of(
         raise ValueError(f"tool_choice: expected names of tools, got {short(sorted(choice.names - known))}")
     if choice.mode == "required" and not functions:
         raise ValueError("tool_choice: expected tools beside it, got none")
-    messages, segments = _segments_of(messages, contents.name)
+    messages, segments = spans_of(messages, contents.name)
+    if len(segments) > _MAX_SEGMENTS:
+        raise ValueError(f"{contents.name}: expected at most {_MAX_SEGMENTS} segments, got {len(segments)}")
     talk = Conversation(messages, functions or None, template, choice, parallel, customs, begins, continues)
     return talk._replace(segments=segments)
 
@@ -132,24 +121,6 @@ def _message(message: dict[str, Any], contents: Contents) -> dict[str, Any]:
             raise ValueError(f"{name}: expected at most {_MAX_CALLS} tool_calls in one, got {len(calls)}")
         found = found | {"tool_calls": [_call(call, name) for call in calls] or None}
     return found
-
-
-def _segments_of(messages: Any, name: str) -> tuple[Any, tuple[SegmentSpan, ...]]:
-    """Messages whose parts say nothing of segments, and these."""
-    spans, plain = list[SegmentSpan](), list[Any]()
-    for number, message in enumerate(messages if isinstance(messages, list) else []):
-        parts, at = message.get("content") if isinstance(message, dict) else None, 0
-        if isinstance(parts, list) and any("segment" in part for part in parts):
-            for part in parts:
-                start, at = at, at + len(part["text"])
-                if "segment" in part and not part["text"].strip():
-                    raise ValueError(f"{name}: expected a text in each segment, got none")
-                spans += [SegmentSpan(number, start, at)] if "segment" in part else []
-            message = message | {"content": [{"type": "text", "text": part["text"]} for part in parts]}
-        plain.append(message)
-    if len(spans) > _MAX_SEGMENTS:
-        raise ValueError(f"{name}: expected at most {_MAX_SEGMENTS} segments, got {len(spans)}")
-    return (plain, tuple(spans)) if spans else (messages, ())
 
 
 def _call(call: Any, name: str) -> Any:

@@ -38,7 +38,6 @@ class Prompt(NamedTuple):
         applied: what each edit of its conversation has cleared; None: the body asks for no edits.
         original: how many tokens it had before the edits.
         behind: what its last tokens see of those before them, after edits by masks; None: it runs as one text.
-        masked: how many tokens these do not see.
         segments: the tokens of each segment, which follow those of the head.
         head: how many tokens are before the segments.
         link: of the segments, see `SeenParts.of_segments`.
@@ -50,7 +49,6 @@ class Prompt(NamedTuple):
     applied: tuple[dict[str, Any], ...] | None = None
     original: int = 0
     behind: SeenParts | None = None
-    masked: int = 0
     segments: tuple[npt.NDArray[np.uint32], ...] = ()
     head: int = 0
     link: int = 0
@@ -156,7 +154,7 @@ class Prompts:
             edits = masks.chain(of_masks, len(tokens))
             masked = sum(stop - start for _, spans in edits for start, stop in spans)
             change = change.with_masked(len(tokens), masked)
-            found = found._replace(behind=seen_by(tokens, edits), masked=masked).behind_masks()
+            found = found._replace(behind=seen_by(tokens, edits)).behind_masks()
         return found._replace(applied=change.applied, original=change.original_tokens or len(tokens))
 
     def _of_segments(self, asked: Asked, text: ChatText, link: int, runs: bool) -> Prompt:

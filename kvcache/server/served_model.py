@@ -303,7 +303,7 @@ class ServedModel:
         asked = asked_of_message(checked(found, COUNTED, ("model", "messages")), self.engine.sampling_params)
         prompt = self._prompts.of(asked, runs=False)[0]
         managed = {} if prompt.applied is None else {"context_management": {"original_input_tokens": prompt.original}}
-        return JSONResponse({"input_tokens": len(prompt.tokens) - prompt.masked, **managed})
+        return JSONResponse({"input_tokens": len(prompt.tokens), **managed})
 
     def render(self, found: dict[str, Any], space: Hashable, *, chat: bool) -> ASGIApp:
         """The token ids of the prompts of a body, as routers ask for them."""

@@ -87,9 +87,9 @@ class Prefetches:
             tokens[owner_of(text.namespace)] += text.num_tokens
         mine = owner_of(hint.texts[0].namespace)
         if texts[mine] > _OF_ONE or 4 * tokens[mine] > _MOST_TOKENS:
-            raise QueueFullError(_OF_ONE)
+            raise QueueFullError(_OF_ONE, "hints")
         if texts.total() > _MOST or tokens.total() > _MOST_TOKENS:
-            raise QueueFullError(_MOST)
+            raise QueueFullError(_MOST, "hints")
 
     def take(self, hint: Hint, now: float) -> None:
         """Do what a hint says. Raises nothing: where memory is short it changes nothing."""

@@ -70,6 +70,8 @@ class Scheduler:
         self.drafter = drafter
         self.pool, self.arrivals, self.budget, self.observed = forward.pool, arrivals, budget, observed
         self._forward, self._max_running, self._most_rows = forward, max_running, most_rows
+        cache = self.pool.counted.caches[0]
+        self._reads_f16 = cache.residual_length > 0 or cache.first_tokens > 0
         self._most_prompts = most_prompts
         self.works: dict[int, Work] = {}
         self.pins, self._now = Pins(self.pool), 0.0
@@ -210,7 +212,11 @@ class Scheduler:
         first = self._first_waiting()
         if first is None or first is self._blocked:
             return False
-        return len(self.running) < self._max_running or first.key[1] < 0 or self.num_running < self._max_running
+        if len(self.running) < self._max_running:
+            return True
+        if self._reads_f16:  # memory for such tokens is that of as many texts, and of one that has to run for these
+            return first.key[1] < 0 and all(map(self.pool.lacking, self.running))
+        return first.key[1] < 0 or self.num_running < self._max_running
 
     def _first_waiting(self) -> Work | None:
         """The first work that waits; those that have ended or begun leave the heap."""

@@ -123,7 +123,7 @@ class SeenTexts:
     def is_cached(self, text: SeenText) -> bool:
         """Whether all tokens of a text are cached; a use of them."""
         with ExitStack() as held:
-            return self._pool.shared.hold_text(text.part.tokens, 0, text.space, held) is not None
+            return self._pool.shared.hold_text(text.part, 0, text.space, held) is not None
 
     def give(self, text: SeenText) -> None:
         """Give the works that lack a text, which has run, their parts of it."""

@@ -127,7 +127,7 @@ class Steps:
         self.expect_open()
         self._scheduler.prefetches.expect_room(hint)
         if len(self._hints) >= _MOST_HINTS:
-            raise QueueFullError(_MOST_HINTS)
+            raise QueueFullError(_MOST_HINTS, "hints")
         self._hints.append(hint)
         self.lock.hand_over(self._take_hints)
         if self._thread is not None:

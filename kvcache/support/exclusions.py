@@ -56,9 +56,7 @@ class Exclusion(NamedTuple):
 
 _UNLIKE = ("window", "state", "silent", "index", "latent", "shared", "sizes", "positions", "both ways")
 _CHOOSES = "a policy chooses among the tokens of layers that are alike, at positions that stay"
-_ELSEWHERE = (
-    "eviction", "sparse", "residual", "chunked", "state", "index", "shared", "both ways", "logprobs", "adapter",
-)
+_ELSEWHERE = ("eviction", "sparse", "chunked", "state", "index", "shared", "both ways", "logprobs", "adapter")
 _AS_STORED = "tokens are read at other places than they were computed at, all of them, as the network stored them"
 _ENDS = "the text of a grammar ends where nothing may follow"
 EXCLUSIONS = {row.setting: row for row in (

@@ -44,6 +44,10 @@ class Part(Protocol):
         """The namespace of the cached text, within that of the request."""
         ...
 
+    def begins_within(self, count: int) -> bool:
+        """Whether it has one of the first `count` tokens of the request."""
+        ...
+
 
 class Behind(Protocol):
     """The protocol of all that a text may stand behind; it never changes.

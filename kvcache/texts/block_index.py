@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvcache.core.kvrows import KvRows
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.prefix_cache import PrefixCache
+from kvcache.texts.behind import Part
 from kvcache.texts.newest import NewestGroups
 from kvcache.texts.text import NO_TOKEN, Text, Tokens
 
@@ -29,6 +30,7 @@ class PartStart(NamedTuple):
         seen: the tokens among them that are seen, int64, ascending.
         before: how many tokens that are seen lie before these blocks.
         positions: those in the request of `seen`; None where no layer asks for them.
+        firsts: K and V of each layer of its first tokens, where it has those that a request reads in f16; else empty.
     """
 
     blocks: NDArray[np.int64]
@@ -36,6 +38,7 @@ class PartStart(NamedTuple):
     seen: NDArray[np.int64]
     before: int = 0
     positions: NDArray[np.int64] | None = None
+    firsts: Rows = ()
 
 
 class CachedStart(NamedTuple):
@@ -95,20 +98,26 @@ class BlockIndex:
         blocks, found = np.array(session.shared_blocks, np.int64), session.num_tokens
         return self.start_of(tokens, min(stop, found), space, blocks)._replace(cached=found)
 
-    def hold_whole(self, tokens: Tokens, space: Any, held: ExitStack, again: bool) -> CachedStart | None:
-        """Look a cached text up, and hold all of it until `held` closes; None: it is not all cached.
+    def hold_whole(self, part: Part, space: Any, held: ExitStack, again: bool) -> CachedStart | None:
+        """Look the cached text of a part up, and hold all of it until `held` closes; None: it is not all cached.
+
+        Nor is a text with too few tokens for copies of those that a request reads in f16: it runs again.
 
         Args:
             space: its namespace.
             again: whether it has been looked up before.
         """
-        count = len(tokens)
+        tokens, count, firsts = part.tokens, len(part.tokens), list[KvRows]()
         if self.pages.peek(tokens, space) < count:
             return None
+        if self.newest is not None and part.begins_within(self.cache.first_tokens):
+            firsts = self.newest.recall_firsts(part.tokens, space)
+            if not firsts:
+                return None
         look_up = self.pages.open_again if again else self.pages.open_session
         session = held.enter_context(look_up(tokens, space))
         blocks = np.array(session.shared_blocks, np.int64)
-        return CachedStart(count, 0, blocks) if session.num_tokens == count else None
+        return CachedStart(count, 0, blocks, firsts=firsts) if session.num_tokens == count else None
 
     def start_of(self, tokens: Tokens, stop: int, space: Any, blocks: NDArray[np.int64]) -> CachedStart:
         """The first `stop` tokens in blocks that are held, as far as a text can go on after them.
@@ -133,22 +142,23 @@ class BlockIndex:
                 parting = stop - count + length
         return CachedStart(stop, 0, blocks, rows if count else (), firsts, parting)
 
-    def keep(self, text: Text, stop: int, ends: bool = False) -> None:
+    def keep(self, text: Text, stop: int, ends: bool = False, seen: bool = False) -> None:
         """Cache the full blocks of a text, by reference, and the tokens that another text reads in f16.
 
         Args:
             ends: whether the block in which the text ends is cached with what it has, so that others go on right there.
+            seen: whether it is cached so for those that see parts of it.
         """
         if not text.shares:
             return
         if stop > text.shares_to:
-            stop, ends = text.shares_to, False
+            stop, ends, seen = text.shares_to, False, False
         cache, size, cached = self.cache, self.cache.block_size, 0
         full, tokens = stop // size, text.tokens[: stop // size * size]
         with suppress(MemoryError):  # of the system: the blocks are not cached then
             blocks = cache.block_table(np.array([text.seq_id], np.uint64)).block_ids.astype(np.int64)
-            to_the_end = ends and stop % size and not cache.residual_length and not cache.first_tokens
-            if to_the_end and cache.reference_counts(blocks[full : full + 1]) == 1:
+            goes_on = ends and not cache.residual_length and not cache.first_tokens  # else where a group begins
+            if (goes_on or seen) and stop % size and cache.reference_counts(blocks[full : full + 1]) == 1:
                 full, tokens = full + 1, filled(text.tokens[:stop], size)
             cached = self.pages.adopt(tokens, blocks[:full], text.space)
         if cached == full and self.newest is not None:

@@ -178,16 +178,19 @@ class CacheArguments:
         """Tokens that the texts of a pass keep in f16 at most, in blocks of them.
 
         Each has its group behind its sink tokens; with groups, a piece of several tokens has these too, and at most one
-        block in part. `unpack` makes room for two blocks more than it needs.
+        block in part. `unpack` makes room for two blocks more than it needs. The parts that a text sees have the sink
+        tokens of the request, perhaps two parts; beside many texts one may run whose parts they see.
         """
         length, firsts, load = self.storage.residual_length, self.storage.firsts, self.load
         if not length and not firsts:
             return 0
-        if not load.texts or self.budgets is not None:
-            return most_unpacked(length, min(load.piece, self.model.config.max_position_embeddings), firsts)
         size = row_block(length, firsts)
+        parts = firsts + size if firsts and self.budgets is None else 0
+        if not load.texts or self.budgets is not None:
+            own = most_unpacked(length, min(load.piece, self.model.config.max_position_embeddings), firsts)
+            return own + 2 * parts  # those that are held, and those of the text
         pieces = load.piece + size * load.prompts if length else 0
-        return load.texts * (firsts + length) + pieces + 2 * size
+        return (load.texts + 1) * (firsts + length + parts) + pieces + 2 * size
 
     def newest(self, cached: int) -> tuple[int, int]:
         """Number and size of the blocks of tokens in f16 beside a prefix cache of `cached` blocks."""

@@ -61,7 +61,7 @@ class Pool:
         self.with_pages = tuple(group for _, group in self._with_pages)
         self.shared = SharedPrefixes(self.groups, self.block_index, block_size)
         self.prefixes = self.shared.prefixes
-        self._has_sinks = any(group.has_sinks for _, group in self.part_groups)
+        self._reads_apart = any(group.reads_apart for _, group in self.part_groups)
         self._numbers, self.keeps_states = count(), any(group.exact for group in self.groups)
         self._group_of = {layer: i for i, group in enumerate(self.groups) for layer in group.layers}
 
@@ -178,7 +178,7 @@ class Pool:
     ) -> tuple[Attend, dict[str, Any]]:
         """Do what `attend` does where some texts stand behind something."""
         compressed = any(text.prefix is not None and not isinstance(text.prefix, SeenParts) for text in texts)
-        rows = PartRows.of(texts, lens, compressed or self._has_sinks)
+        rows = PartRows.of(texts, lens, compressed or self._reads_apart)
         calls = [group.attend_behind(texts, i, ids, lens, rows) for i, group in enumerate(self.groups)]
         return self._of_layers(calls), {} if rows is None else rows.places
 
@@ -318,7 +318,7 @@ class Pool:
     def keep_whole(self, text: Text) -> None:
         """Cache all that a text has computed, the block in which it ends too, for others that see parts of it."""
         if self.block_index is not None:
-            self.block_index.keep(text, text.computed, ends=True)
+            self.block_index.keep(text, text.computed, seen=True)
             self.keep_pages(text, text.computed)
             for i, group in self.part_groups:
                 group.keep_end(text, i)

@@ -93,6 +93,10 @@ class SeenPart:
         """The namespace of the cached text, within that of the request."""
         return own if self.behind is None else self.behind.space(own)
 
+    def begins_within(self, count: int) -> bool:
+        """Whether it has one of the first `count` tokens of the request; these are the first ones of its text too."""
+        return self.behind is None and not self.offset and self.ranges[0][0] < count
+
     def without(self, spans: Ranges) -> SeenPart | None:
         """The part without the tokens at positions `[start, stop)` of the request; None: nothing is left."""
         if all(stop <= self.ends[0] or self.ends[1] < start for start, stop in spans):

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.prefix.prefix_stats import PrefixCacheStats
-from kvcache.texts.behind import name_of_space
+from kvcache.texts.behind import Part, name_of_space
 from kvcache.texts.block_index import BlockIndex, CachedStart, PartStart
 from kvcache.texts.kinds.base import Layers
 from kvcache.texts.kinds.part_layers import PartLayers
@@ -59,7 +59,8 @@ class SharedPrefixes:
         return stop
 
     def hold(
-        self, text: Text, most: int, held: ExitStack, arrived: Arrived | None = None, again: bool = False
+        self, text: Text, most: int, held: ExitStack, arrived: Arrived | None = None, again: bool = False,
+        parts: Sequence[Sequence[PartStart | None]] = (),
     ) -> tuple[int, list[CachedStart]]:
         """Hold the longest prefix that every group has, at most `most` tokens and all but the last.
 
@@ -67,6 +68,7 @@ class SharedPrefixes:
             held: holds it until it is closed.
             arrived: see `Pool.start`.
             again: whether the text has been looked up before, and is not to be counted twice.
+            parts: those that it sees, of each group, where these are held; empty: they are looked up.
 
         Returns:
             The number of its tokens, and what each group has of them.
@@ -89,8 +91,8 @@ class SharedPrefixes:
             starts = [group.hold(text.tokens, stop, space, held) if group.reason else start for group in self._groups]
             if None not in starts:
                 if text.prefix is not None:
-                    parts = self.hold_parts(text, held, again)
-                    starts = [each and each._replace(parts=own) for each, own in zip(starts, parts, strict=True)]
+                    found = parts or self.hold_parts(text, held, again)
+                    starts = [each and each._replace(parts=own) for each, own in zip(starts, found, strict=True)]
                 if stop < cached and not again:
                     lacking = min(self._with_pages, key=lambda each: each.longest(text.tokens, cached, space))
                     self.gone[lacking.reason] += 1
@@ -101,7 +103,7 @@ class SharedPrefixes:
         """Hold the parts that a text sees, until `held` closes: for each group those whose cached texts are there."""
         prefix, own, found = text.prefix, name_of_space(text.space), list[list[PartStart | None]]()
         for part, gap in () if prefix is None else zip(prefix.parts, prefix.gaps, strict=True):
-            starts = self.hold_text(part.tokens, gap, part.space(own), held, again)
+            starts = self.hold_text(part, gap, part.space(own), held, again)
             found.append([
                 None if starts is None or not isinstance(group, PartLayers) else group.part_start(starts[i], part, gap)
                 for i, group in enumerate(self._groups)
@@ -109,18 +111,18 @@ class SharedPrefixes:
         return [[each[i] for each in found] for i in range(len(self._groups))]
 
     def hold_text(
-        self, tokens: Tokens, gap: int, space: object, held: ExitStack, again: bool = False
+        self, part: Part, gap: int, space: object, held: ExitStack, again: bool = False
     ) -> list[CachedStart] | None:
-        """Hold what each group needs of a cached text of which others see parts; None: something is not there.
+        """Hold what each group needs of the cached text of a part; None: something is not there.
 
         Args:
             gap: see `SeenParts`.
         """
-        first = None if self._index is None else self._index.hold_whole(tokens, space, held, again)
+        first = None if self._index is None else self._index.hold_whole(part, space, held, again)
         if first is None:
             return None
         found = [
-            group.hold_end(tokens, gap, space, held) if group.reason and isinstance(group, PartLayers) else first
+            group.hold_end(part.tokens, gap, space, held) if group.reason and isinstance(group, PartLayers) else first
             for group in self._groups
         ]
         whole = [each for each in found if each is not None]

@@ -12,9 +12,22 @@ pytest.importorskip("bench.support.common")
 
 from bench.engine import mistral_rs, popular, shapes, turns
 from bench.engine.mistral_rs import MistralRs, letters_of
-from bench.engine.popular import FAR, NEAR, PROMPT, TURN, Measurement, Ours, Plan, repeats, rows_of, verdicts_of
+from bench.engine.popular import (
+    FAR,
+    NEAR,
+    PROMPT,
+    TURN,
+    Measurement,
+    Ours,
+    Plan,
+    measure_popular,
+    repeats,
+    rows_of,
+    verdicts_of,
+)
 from bench.engine.shapes import POPULAR, values_of
 from bench.serving import engines, llamacpp
+from bench.serving.measured import Measured
 from bench.serving.serve import run, shared
 from bench.support import packed_files
 from bench.support.checkpoints import vocabulary_of
@@ -108,6 +121,17 @@ def test_k_and_v_written_again_are_those_of_the_text(files):
     assert engine.num_tokens == 49
 
 
+def test_an_engine_that_gives_no_times(tmp_path, capsys):
+    """One that is not there, or does not read the file, and one that takes too long."""
+    measured, path = Measured(tmp_path / "found.json"), tmp_path / "none.gguf"
+    path.write_bytes(b"")
+    assert measure_popular(["kvcache"], path, 512, 1, PLAN, 60.0, measured) == {"kvcache": {}}
+    assert "not measured: kvcache (CheckpointError: " in capsys.readouterr().out
+    assert measure_popular(["kvcache"], path, 512, 1, PLAN, 0.0, measured) == {"kvcache": {}}
+    assert "not measured: kvcache (it took more than 0 s)" in capsys.readouterr().out
+    assert not (tmp_path / "found.json").exists()
+
+
 def test_rows_and_where_a_rival_leads():
     found = {
         "kvcache": {PROMPT: [2.0, 3.0, 4.0], NEAR: [0.02], FAR: [0.04]}, "a": {PROMPT: [1.0, 2.0, 9.0], NEAR: [0.03]},
@@ -123,7 +147,7 @@ def test_rows_and_where_a_rival_leads():
 
 
 def test_a_letter_is_a_token():
-    """What begins with the same tokens begins with the same letters; a space is a token too."""
+    """Texts share letters as far as they share tokens; a space is a token too."""
     tokens = np.random.default_rng(0).integers(3, 500, 300).astype(np.uint32)
     text = letters_of(tokens)
     assert len(text) == 300
@@ -135,21 +159,23 @@ def test_a_letter_is_a_token():
 
 
 class Cells:
-    """The interface of llama.cpp's cells: each step has a sequence's next positions, and the last token's double."""
+    """llama.cpp's cells, `[position, token, sequences]`; the likeliest token is the double of the last one."""
 
     def __init__(self, path, threads, cells, sequences):
-        self.texts, self.rows, self.ran, self.left = {}, [], 0, cells
+        self.cells, self.rows, self.ran, self.sequences = [], [], 0, range(sequences)
+
+    def of(self, sequence):
+        return sorted(cell[:2] for cell in self.cells if sequence in cell[2])
 
     def put(self, row, token, pos, sequence, *, due):
-        assert row == len(self.rows)
+        assert (row, sequence in self.sequences) == (len(self.rows), True)
         self.rows.append((token, pos, sequence, due))
 
     def run(self, rows):
         assert rows == len(self.rows) <= 512
         for token, pos, sequence, _ in self.rows:
-            text = self.texts.setdefault(sequence, [])
-            assert pos == len(text)
-            text.append(token)
+            assert pos == len(self.of(sequence))
+            self.cells.append([pos, token, {sequence}])
         self.last, self.rows, self.ran = self.rows, [], self.ran + rows
         return 0
 
@@ -159,13 +185,44 @@ class Cells:
         return np.eye(1, 8192, 2 * token % 8191)[0]
 
     def forget(self, sequence, start=-1):
-        self.texts[sequence] = self.texts.get(sequence, [])[: max(0, start)]
+        for cell in self.cells:
+            if cell[0] >= start:
+                cell[2].discard(sequence)
+
+    def clear(self):
+        self.cells = []
 
     def copy(self, source, target, count=-1):
-        self.texts[target] = self.texts.get(source, [])[:count]
+        for cell in self.cells:
+            if source in cell[2] and (count < 0 or cell[0] < count):
+                cell[2].add(target)
+
+    def move(self, sequence, by):
+        for cell in self.cells:
+            if sequence in cell[2]:
+                assert cell[2] == {sequence}, "the positions of another sequence"
+                cell[0] += by
+
+    def duplicate(self, source, target):
+        self.cells += [[pos, token, {target}] for pos, token, of in self.cells if source in of]
 
     def close(self):
-        self.texts = None
+        self.cells = None
+
+
+def test_a_text_in_llama_cpp_that_is_repeated(monkeypatch):
+    monkeypatch.setattr(popular.LlamaText, "api", Cells)
+    text = popular.LlamaText(None, 1, 4096)
+    for _ in range(2):
+        text.start(np.arange(700, dtype=np.uint32))
+        text.repeat(3)
+        cells = text._api
+        assert cells.of(0) == [[pos, pos % 700] for pos in range(2800)]
+        assert cells.of(1) == cells.of(2) == []
+        assert text.extend(np.array([1, 2, 3], np.uint32)) == 6
+        text.cut(2801)
+        assert text.extend(np.array([9], np.uint32)) == 18
+        assert cells.of(0)[-2:] == [[2800, 1], [2801, 9]]
 
 
 def test_slots_share_what_others_computed(monkeypatch):

@@ -10,10 +10,12 @@ from tier_stores import SECRET, ObjectStore
 
 from kvcache import Calibration, CheckpointError, InferenceEngine, PrefixCachedEngine, SnapshotError
 from kvcache.calibration.calibrating import measure
+from kvcache.calibration.checking import PROMISES
 from kvcache.calibration.layer_losses import formats_within
 from kvcache.demo import DIRECTORY
 from kvcache.engine import Transformer
 from kvcache.eviction import EvictionPolicy
+from kvcache.kernels.kernels import FORMATS
 from kvcache.tiers import Tiers
 
 pytestmark = pytest.mark.one_build
@@ -111,6 +113,12 @@ def test_saves_and_tiers_tell_formats_of_layers_apart(model, rng, tmp_path):
 
 SHARES = {"q2": 1.0, "q3": 0.22, "q4": 0.045, "q5": 0.045 / 4.27, "q6": 0.045 / 17.64, "q8": 0.045 / 289}
 BITS = {"q2": 2.5, "q3": 3.5, "q4": 4.5, "q5": 5.5, "q6": 6.5, "q8": 8.5}  # at head_dim 64
+
+
+def test_every_quantised_format_has_its_share_and_promise():
+    quantised = [line.name for line in sorted(FORMATS.values(), key=lambda line: line.bits) if line.quantised]
+    assert sorted(SHARES, key=SHARES.get, reverse=True) == quantised
+    assert sorted(PROMISES, key=PROMISES.get, reverse=True) == quantised
 
 
 @pytest.mark.parametrize("bits", [2.5, 2.9, 3.5, 4.0, 5.3, 8.5])

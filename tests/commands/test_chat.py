@@ -332,6 +332,19 @@ def test_a_conversation_in_a_terminal(folder, tmp_path):
         assert "no system message" in it.say("/system", "no system message")
         assert "system: import re" in it.say("/system import re", "system: import re")
         assert "loaded: 4 messages; " in it.say(f"/load {tmp_path / 'talk.json'}", "2,048 tokens")
+        parts = [{"type": "text", "text": text} for text in ("import sys\nimport re\n" * 4, "go")]
+        parts[0]["segment"] = True
+        (tmp_path / "read.json").write_text(json.dumps({"messages": [{"role": "user", "content": parts}]}))
+        assert "loaded: 1 messages; " in it.say(f"/load {tmp_path / 'read.json'}", "2,048 tokens")
+        assert "taken back: import sys import re" in it.say("/undo", r"[\d,]+ of 2,048 tokens")
+        assert "loaded: 1 messages; " in it.say(f"/load {tmp_path / 'read.json'}", "2,048 tokens")
+        first, second = (reports(it.say(text, prompt))[0] for text in ("import os", "import re"))
+        assert first["cached"] == 0 < second["cached"] > first["prompt"] - 16, "the next turn has the segment too"
+        it.say(f"/save {tmp_path / 'again.json'}", "saved: 5 messages")
+        assert json.loads((tmp_path / "again.json").read_text())["messages"][0]["content"] == parts
+        it.say("/clear", "2,048 tokens")
+        it.say("/system import re", "system: import re")
+        it.say(f"/load {tmp_path / 'talk.json'}", "2,048 tokens")
         (again_asked,) = reports(it.say("import os", prompt))
         assert again_asked["cached"] == 0, "its blocks went with /clear"
         before = (tmp_path / "talk.json").read_text()

@@ -91,7 +91,7 @@ def test_a_template_that_changes_results_has_no_masks(tmp_path):
 
 
 def test_what_has_no_masks_says_so(path):
-    for options in ({"eviction_policy": EvictionPolicy.SlidingWindow(300, 10)}, {"residual_length": 32, "dtype": "q4"}):
+    for options in ({"eviction_policy": EvictionPolicy.SlidingWindow(300, 10)}, {"sparse_tokens": 64, "dtype": "q4"}):
         other = InferenceEngine.from_pretrained(path, **options)
         with pytest.raises(ValueError, match=r"^kvcache_mode: expected recompute with .*, got 'mask'"):
             other.chat(TALKS[0], GREEDY, edits=[MASK])
@@ -168,7 +168,7 @@ BATCHES = [(400, None), (40, None), (400, "tier"), (400, "tier")]  # blocks, and
 
 def test_a_cold_text_has_the_bits_of_a_warm_one(path, tmp_path):
     """In any format, pieces, batch and history, from tiers, and where texts wait for memory."""
-    for dtype, more in (("f32", {}), ("f16", {}), ("q8", {}), ("q4", {"residual_length": 0})):
+    for dtype, more in (("f32", {}), ("f16", {}), ("q8", {}), ("q4", {})):
         cold = InferenceEngine.from_pretrained(path, dtype=dtype, prefill_chunk=100, **more)
         wanted = [asked(cold, messages) for messages in TALKS]
         last = [asked(cold, messages[:-2]) for messages in TALKS]

@@ -109,6 +109,27 @@ def test_which_inputs_are_cleared():
     assert (found[1]["tool_calls"], found[2]["content"]) == ([{"name": "a", "arguments": {}}], CLEARED)
 
 
+def test_a_result_that_is_no_longer_than_the_placeholder_stays():
+    """Nothing would be gained; nor does it count for `clear_at_least`, where arguments of its call do."""
+    size, keep = len(CLEARED.split()), at("tool_uses", 0)
+    talk = [{"role": "user", "content": "go"}]
+    for number, words in enumerate((size, size + 1, 1, 30)):
+        talk += [said("so", call(f"c{number}", "a")), result(f"c{number}", words)]
+    found = after(talk, tools(trigger=ALL, keep=keep))
+    assert cleared(found.messages) == [1, 3]
+    assert found.applied[0]["cleared_tool_uses"] == 2
+    assert found.applied[0]["cleared_input_tokens"] == 1 + 30 - size
+    short = [*talk[:3], *talk[5:7]]
+    assert after(short, tools(trigger=ALL, keep=keep)).messages == short
+    found = after(short, tools(trigger=ALL, keep=keep, clear_tool_inputs=True))
+    assert (cleared(found.messages), found.applied[0]["cleared_tool_uses"]) == ([], 2)
+    parts = [talk[0], said("so", call("c", "a")), {"role": "tool", "content": [{"type": "text", "text": "a " * 3}] * 3}]
+    assert cleared(edited(parts, as_edits([tools(trigger=ALL, keep=keep)]), Words()).messages) == [0]
+    least = {"type": "input_tokens", "value": 31 - size}
+    assert not after(talk[:5], tools(trigger=ALL, keep=keep, clear_at_least=least)).applied
+    assert cleared(after(talk, tools(trigger=ALL, keep=keep, clear_at_least=least)).messages) == [1, 3]
+
+
 def test_results_belong_to_calls_by_their_ids():
     messages = [
         {"role": "user", "content": "go"}, said("", call("x", "a"), call("y", "b"), call("z", "a")),

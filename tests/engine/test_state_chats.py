@@ -1,18 +1,13 @@
 """Chats over networks with a state: each turn runs the last user message alone, whatever the template rewrites."""
 
-import string
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
+from letter_texts import LETTERS, answers, text_side
 from seeded_weights import SEEDED, seeded
 from serving import run, settled
 from state_networks import StateNetwork
-from tokenizers import AddedToken, Tokenizer
-from tokenizers.decoders import Fuse
-from tokenizers.models import BPE
 
-from kvcache import BatchEngine, InferenceEngine, PrefixCachedEngine, SamplingParams
+from kvcache import BatchEngine, InferenceEngine, PrefixCachedEngine
 from kvcache.engine import Transformer
 from kvcache.engine.partings import partings
 
@@ -31,29 +26,8 @@ TEMPLATES = {  # as those of these families write, without tools
                 "{{ '<|im_start|>assistant\n<think>\n' }}",
 }
 KEEPS_ANSWERS = {"lfm2", "granite"}
-SPECIAL = ("<|startoftext|>", "<|im_start|>", "<|im_end|>", "<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>",
-           "<think>", "</think>")
-LETTERS = string.ascii_lowercase
 SYSTEM = {"role": "system", "content": "answer in short words"}
 HYBRIDS = [name for name in SEEDED if name.startswith(("lfm", "nemotron", "qwen3_5", "kimi"))]
-
-
-def text_side(template):
-    """The text side of a checkpoint: a tokenizer of single characters and this template."""
-    vocab = {each: i for i, each in enumerate(LETTERS + " \n.,?")}
-    tokenizer = Tokenizer(BPE(vocab, []))
-    tokenizer.add_special_tokens([AddedToken(each) for each in SPECIAL])
-    tokenizer.decoder = Fuse()
-    return SimpleNamespace(
-        tokenizer=tokenizer, chat_template=template, template=lambda name: template, special_tokens={}
-    )
-
-
-def answers(vocab_size):
-    """Greedy answers of letters alone, which a tokenizer reads as it wrote them."""
-    return SamplingParams(
-        temperature=0.0, max_tokens=7, logit_bias=dict.fromkeys(range(len(LETTERS), vocab_size), -100.0)
-    )
 
 
 def common(a, b):

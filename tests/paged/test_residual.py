@@ -65,6 +65,58 @@ def test_queries_read_what_two_caches_have(rng, length, firsts):
         plain.free(0)
 
 
+@pytest.mark.parametrize(("length", "firsts"), [(32, 0), (32, 16), (0, 16)])
+def test_queries_behind_a_text_and_skipped_tokens(rng, length, firsts):
+    """Queries behind a text read its first tokens in f16 and all others packed; nobody sees tokens that are skipped."""
+    shape = {"num_blocks": 40, "block_size": 16, "num_heads": HEADS, "head_dim": 32}
+    keys, values = rng.standard_normal((2, 100, HEADS, 32)).astype(np.float32)
+    queries = rng.standard_normal((130, 2 * HEADS, 32)).astype(np.float32)
+    for num_tokens, thinned in ((7, False), (40, False), (100, False), (40, True), (100, True)):
+        own = PagedKvCache(**shape, dtype="q4", residual_length=length, first_tokens=firsts)
+        bare, plain = PagedKvCache(**shape, dtype="q4"), PagedKvCache(**shape, dtype="f16")
+        own.allocate(1, 0)
+        for start in range(0, num_tokens, 30):
+            run(own, 1, keys[None], values[None], start, min(start + 30, num_tokens))
+        bare.allocate(1, num_tokens)
+        bare.write(0, 1, keys[:num_tokens], values[:num_tokens])
+        kept = np.arange(num_tokens)
+        if thinned:
+            own.pack(1, num_tokens)  # as a text that others see parts of
+            kept = np.r_[5:12, 14:30, 33:num_tokens]
+            own.keep_tokens(1, kept)
+            bare.keep_tokens(1, kept)
+        near = int((kept < firsts).sum())
+        plain.allocate(1, near)
+        plain.write(0, 1, keys[kept[:near]], values[kept[:near]])
+        for skip in (0, 3, 9, 20, 500):
+            for shown in ([len(kept)], [min(11, len(kept))]):
+                options = {"query_lens": [130], "context_lens": shown, "causal": False, "return_lse": True}
+                got = own.attention(0, queries, [1], skip_tokens=skip, return_scores=True, **options)
+                packed = bare.attention(0, queries, [1], skip_tokens=max(skip, near), return_scores=True, **options)
+                options["context_lens"] = [min(near, shown[0])]
+                first = plain.attention(0, queries, [1], skip_tokens=skip, return_scores=True, **options)
+                want, lse = merge_attention(packed[0], packed[2], first[0], first[2])
+                np.testing.assert_allclose(got[0], want, rtol=0, atol=2e-6)
+                np.testing.assert_allclose(got[2], lse, rtol=0, atol=2e-6)
+                seen = np.arange(shown[0]) >= skip
+                assert not got[1][~seen].any()
+                assert got[1].sum() == pytest.approx(130 * 2 * HEADS * bool(seen.any()), rel=1e-5)
+                alone = [own.attention(0, queries[i : i + 1], [1], skip_tokens=skip, **options | {
+                    "query_lens": [1], "context_lens": shown}) for i in (0, 77)]
+                np.testing.assert_array_equal(np.concatenate([each[0] for each in alone]), got[0][[0, 77]])
+            if not thinned:  # the last queries of the text itself
+                count = min(num_tokens, 10 if not length else num_tokens - own.unpacked_tokens(1)[1])
+                options = {"query_lens": [count], "return_scores": True, "return_lse": True}
+                got = own.attention(0, queries[:count], [1], skip_tokens=skip, **options)
+                if skip == 0:
+                    whole = got
+                skipped = min(skip, num_tokens)
+                assert not got[1][:skipped].any()
+                assert np.isneginf(got[2][: max(0, skipped - (num_tokens - count))]).all()
+                assert (got[2] <= whole[2] + 1e-5).all()
+        own.check()
+
+
 def test_the_newest_tokens_are_f16_and_memory_is_counted(rng):
     keys, values = rng.standard_normal((2, LAYERS, 100, HEADS, DIM)).astype(np.float32)
     cache, bare = make(32, 16, block_size=16), make(0, 0, block_size=16)
@@ -167,8 +219,7 @@ def test_what_a_residual_refuses(rng):
     cache.append(1, 1)
     query = np.zeros((1, HEADS, DIM), np.float32)
     for name, value in {
-        "window": 5, "mask": [-1], "starts": [3], "skip_tokens": 1, "causal": False, "sink_queries": query,
-        "firsts": [0],
+        "window": 5, "mask": [-1], "starts": [3], "sink_queries": query, "firsts": [0],
     }.items():
         with pytest.raises(ValueError, match=f"^{name}: expected .* with residual_length 32"):
             cache.attention(0, query, [1], **{name: value})

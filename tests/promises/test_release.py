@@ -100,7 +100,8 @@ def test_every_platform_and_version_is_tested(jobs, wheels):
     named = [version for version in wheels.VERSIONS if not version.endswith("t")]  # t: without the GIL
     assert re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project) == named
     assert '"Programming Language :: Python :: Free Threading :: ' in project
-    for job, versions in (("test", [*wheels.VERSIONS]), ("test-musl", named), ("test-windows", named)):  # of 3.14t there is no image of Alpine
+    for job in ("test", "test-musl", "test-windows"):  # of 3.14t there is no image of Alpine
+        versions = [*wheels.VERSIONS] if job == "test" else named
         assert jobs[job]["strategy"]["matrix"]["python"] == versions
 
 

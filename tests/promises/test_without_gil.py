@@ -143,7 +143,7 @@ def test_claims_end_while_others_begin():
 
 
 def test_events_are_taken_whole_while_they_are_written():
-    """What a reader learns in parts is what is cached at the end."""
+    """A reader learns in parts what is cached at the end."""
     cache, known, over = PrefixCache(32, 4, 1, 1, 8), set(), threading.Event()
     ring = cache.record_events(lambda name: (7, None), 256)
     pair = [([np.ones(32, np.float32)], [np.ones(32, np.float32)])] * 3

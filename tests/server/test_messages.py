@@ -321,7 +321,7 @@ def test_results_are_masked_where_the_body_asks(served, path):
     whole, cached = used_by(got.usage)
     assert (whole, cached >= used_by(before.usage)[0] - 17) == (size.input_tokens, True)
     counted = client.count_tokens(model=MODEL, messages=USES, context_management=MASKED)
-    assert (counted.input_tokens, counted.context_management.original_input_tokens) == (whole - 100, whole)
+    assert (counted.input_tokens, counted.context_management.original_input_tokens) == (whole, whole)
     # as the engine does it by itself
     talk = served.model.message(asked(messages=USES, model=MODEL, max_tokens=6, tools=[]), None)
     messages = talk.asked.conversation.messages
@@ -344,7 +344,7 @@ def test_results_are_masked_where_the_body_asks(served, path):
             edit = EDITS["edits"][1] | fields
             found = other.count_tokens(**more, context_management={"edits": [edit]})
             alone = client.count_tokens(**more, context_management={"edits": [{"kvcache_mode": "recompute", **edit}]})
-            assert (found.input_tokens == alone.input_tokens) == bool(fields)
+            assert found.input_tokens == (alone.input_tokens if fields else size.input_tokens)
 
 
 def test_a_text_with_an_adapter_has_no_masks(served, tmp_path):

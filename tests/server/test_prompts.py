@@ -16,8 +16,9 @@ from state_networks import StateNetwork
 import kvcache
 from kvcache import BatchEngine
 from kvcache.engine.chat import render
+from kvcache.engine.segment_spans import SegmentSpan
 from kvcache.server.chat_text import ChatText
-from kvcache.server.conversations import Conversation, SegmentSpan
+from kvcache.server.conversations import Conversation
 from kvcache.server.limits import Threads
 from kvcache.server.retention import CacheMark
 from kvcache.server.served_model import ServedModel

@@ -57,17 +57,18 @@ NETWORKS = {
 ALONE = {kind: Alone(NETWORKS.get(kind, NETWORK), block_size=8, **options) for kind, options in OPTIONS.items()}
 
 
-# Kinds whose texts may see parts of cached texts.
-SEEING = ["f32", "f16", "q8", "q4", "a window", "two windows", "windows alone", "gemma3"]
-HEAD = PROMPTS[0][:11]
+SEEING = [  # kinds whose texts may see parts of cached texts
+    "f32", "f16", "q8", "q4", "a window", "two windows", "windows alone", "gemma3", "groups of 12", "groups of 64",
+    "latent rows, groups of 12",
+]
 
 
-def seen(which, link):
+def seen(prompt, which, link):
     """Make what a text stands behind: segments, one of them twice, or edits; and its tokens that run again."""
-    first, second = PROMPTS[which % 5][:20], PROMPTS[which % 3 + 5][:13]
+    head, first, second = prompt(0)[: 11 + which % 2 * 6], prompt(which % 5)[:20], prompt(which % 3 + 5)[:13]
     if which % 4 == 3:
         return SeenParts.of_edit(second, [(2, 5), (22, 25)], SeenParts.of_edit(first, [(1, 3)])), first[:0]
-    return SeenParts.of_segments(HEAD, [first, second, first][: which % 4 + 1], link)
+    return SeenParts.of_segments(head, [first, second, first][: which % 4 + 1], link)
 
 
 class Requests(RuleBasedStateMachine):
@@ -104,7 +105,7 @@ class Requests(RuleBasedStateMachine):
         params = draw(seed, most, logprobs=1)
         prompt, waiting, prefix = self.prompt(which), self.engine.stats().waiting, None
         if link is not None and self.kind in SEEING:
-            prefix, again = seen(which, link)
+            prefix, again = seen(self.prompt, which, link)
             prompt = np.concatenate([again, prompt[:9]])
         try:
             request = self.engine.submit(

@@ -251,7 +251,7 @@ def test_engines_that_take_none(monkeypatch):
     for owner in ("a", ("a", "salt"), "b"):
         engine.hint("prefetch", text(1, 20), namespace=owner, resume_in=50.0)
     for owner in (("a", 2), "c"):
-        with pytest.raises(QueueFullError):
+        with pytest.raises(QueueFullError, match=r"queue full: [23] hints wait;"):
             engine.hint("prefetch", text(1, 20), namespace=owner, resume_in=50.0)
     monkeypatch.setattr(prefetches, "_MOST_TOKENS", 80)
     with pytest.raises(QueueFullError):
@@ -259,7 +259,7 @@ def test_engines_that_take_none(monkeypatch):
     monkeypatch.setattr(steps, "_MOST_HINTS", 1)
     with engine._steps.lock:  # as a step holds it
         engine.hint("pin", text(1, 20))
-        with pytest.raises(QueueFullError):
+        with pytest.raises(QueueFullError, match="queue full: 1 hints wait;"):
             engine.hint("pin", text(1, 20))
         assert engine.stats().hints == 3
     assert engine.stats().hints == 4

@@ -5,9 +5,9 @@
     FIRST  NEXT  NEXT  REMOVED  FIRST  CLEARED ..
 
 The writer is a call of the index, the reader another thread; both run compiled code with the interpreter's lock, or in
-critical sections of the ring where there is none, so neither sees the other half done. A record costs two hashes and a copy of a page's tokens, and takes no memory: if the
-ring is full, it drops what comes, and is to be emptied by a snapshot of the index (`PrefixIndex.snapshot`). So a reader
-that is late costs the index nothing, and has no gap.
+critical sections of the ring where there is none, so neither sees the other half done. A record costs two hashes and a
+copy of a page's tokens, and takes no memory: if the ring is full, it drops what comes, and is to be emptied by a
+snapshot of the index (`PrefixIndex.snapshot`). So a reader that is late costs the index nothing, and has no gap.
 
 A page is known by a hash of its namespace and of the text that ends with it, the same in every process.
 """

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.attention_call import AttentionCall
+from kvcache.core.kvrows import KvRows
 from kvcache.networks.protocols import Float32, LayerAttention
 from kvcache.paged.cache import PagedKvCache
 from kvcache.paged.merging import merge_attention
@@ -39,7 +40,8 @@ class PartLayers(Layers):
         cache: K and V of these layers.
 
     Attributes:
-        has_sinks: whether a layer of the network has sinks, which join the softmax once, with the own text.
+        reads_apart: whether tokens read their own text in a call of its own: a layer of the network has sinks, which
+            join the softmax once, or some of the text is read in f16.
     """
 
     def __init__(
@@ -48,7 +50,11 @@ class PartLayers(Layers):
         self.cache, self.caches = cache, (cache,)
         self._parts = calls_of(layers, attention, return_lse=True)
         self._seen, self._seen_calls = PartSequences(cache), _calls_of_parts(self._parts)
-        self.has_sinks = any(each is not None and each.sinks is not None for each in attention)
+        self._joint_calls = {  # where own texts are attended to in the same call
+            layer: (number, call, self._parts[layer][2]) for layer, (number, call, _) in self._seen_calls.items()
+        }
+        has_sinks = any(each is not None and each.sinks is not None for each in attention)
+        self.reads_apart = has_sinks or cache.residual_length > 0 or cache.first_tokens > 0
         self.held = set[int]()
 
     @abstractmethod
@@ -81,14 +87,14 @@ class PartLayers(Layers):
     def keep_end(self, text: Text, index: int) -> None:
         """Cache the block in which a text ends, for others that see parts of it."""
 
-    def end_of(self, text: Text, index: int, gap: int) -> CachedStart:
-        """What is needed of a text that has run."""
-        return self._from(self._start_of(text.seq_id, self.first_of(text, index), text.computed), gap)
+    def end_of(self, text: Text, index: int, part: Part, gap: int) -> CachedStart:
+        """The tokens that are needed of a text that has run, the cached text of a part."""
+        return self._from(self._start_of(text.seq_id, self.first_of(text, index), part), gap)
 
     def hold_blocks(self, start: CachedStart) -> int:
         """Hold what is cached of a text in a sequence of its own, until it is released; its id."""
         count = start.stop - start.first
-        (seq_id,) = self._seen.adopt([PartStart(start.blocks, count, np.arange(count))])
+        (seq_id,) = self._seen.adopt([PartStart(start.blocks, count, np.arange(count), firsts=start.firsts)])
         if seq_id != MISSING:
             self.held.add(seq_id)
         return seq_id
@@ -98,19 +104,24 @@ class PartLayers(Layers):
         self.held.difference_update(seq_ids)
         self._seen.free(seq_ids)
 
-    def held_start(self, seq_id: int, length: int, gap: int) -> CachedStart:
-        """What `hold_blocks` holds of a text of this length, of which `gap` was known."""
-        return self._start_of(seq_id, self.first_needed(length, gap), length)
+    def held_start(self, seq_id: int, part: Part, gap: int) -> CachedStart:
+        """The tokens that `hold_blocks` holds of the cached text of a part, of which `gap` was known."""
+        return self._start_of(seq_id, self.first_needed(len(part.tokens), gap), part)
 
-    def _start_of(self, seq_id: int, first: int, stop: int) -> CachedStart:
-        """The tokens of a sequence, which begins with token `first` of its text."""
+    def _start_of(self, seq_id: int, first: int, part: Part) -> CachedStart:
+        """The tokens of a sequence, which begins with token `first` of the cached text of a part."""
+        stop, count, firsts = len(part.tokens), min(self.cache.first_tokens, len(part.tokens)), list[KvRows]()
         if first >= stop:
             return CachedStart(stop, stop)
+        if part.begins_within(count):
+            for layer in range(self.cache.num_layers):
+                keys, values = self.cache.read_unpacked(layer, seq_id)
+                firsts.append(KvRows(keys[:count], values[:count]))
         blocks = self.cache.block_table(np.array([seq_id], np.uint64)).block_ids.astype(np.int64)
-        return CachedStart(stop, first, blocks)
+        return CachedStart(stop, first, blocks, firsts=firsts)
 
     def _from(self, start: CachedStart, gap: int) -> CachedStart:
-        """Those of the tokens that are needed."""
+        """The tokens of a start that are needed."""
         first, size = self.first_needed(start.stop, gap), self.cache.block_size
         assert start.first <= first, f"a text is held from token {start.first} on, and needed from {first} on"
         return start._replace(first=first, blocks=start.blocks[-(-(first - start.first) // size) :])
@@ -120,11 +131,12 @@ class PartLayers(Layers):
         end, indices = self._from(start, gap), part.indices
         before = int(np.searchsorted(indices, end.first))
         positions = part.positions[before:] if self.reason else None
-        return PartStart(end.blocks, end.stop - end.first, indices[before:] - end.first, before, positions)
+        seen = indices[before:] - end.first
+        return PartStart(end.blocks, end.stop - end.first, seen, before, positions, start.firsts)
 
     def give_part(self, text: Text, index: int, number: int, part: Part, gap: int, other: Text) -> None:
         """Give a text the part of this number, whose cached text `other` has run; its sequence is `MISSING` so far."""
-        start = self._start_of(other.seq_id, self.first_of(other, index), len(part.tokens))
+        start = self._start_of(other.seq_id, self.first_of(other, index), part)
         (found,), place = self._seen.adopt([self.part_start(start, part, gap)]), text.places[index]
         ids = self.part_ids(place)
         given = self.with_parts(place, (*ids[:number], found, *ids[number + 1 :]))
@@ -164,19 +176,14 @@ class PartLayers(Layers):
         self, texts: Sequence[Text], index: int, ids: Ids, lens: Lens, rows: PartRows | None
     ) -> LayerCall:
         behind, sequences = _rows_behind(texts, lens), self.own_sequences(texts, index, ids, lens)
-        seen, at_once = None, False
+        seen = None
         if rows is not None:
             parts = [self.part_ids(text.places[index]) for text in texts]
             own_rows = self.own_rows(texts, index, ids) if rows.with_own else Own(ids)
             seen = PartQueries(rows, parts, own_rows, self._seen.stored, self.window_of_parts)
-            at_once = rows.with_own
 
         def attend(layer: int, queries: Float32, keys: Any, values: Any, turned: Any = None, /, *_: Any) -> Float32:
-            own: Any = None
-            if at_once:
-                self.cache.write_ragged(self._parts[layer][0], ids, lens, keys, values)
-            else:
-                own = self.cache.write_and_attend(sequences, self._parts, layer, queries, keys, values)
+            own: Any = self.cache.write_and_attend(sequences, self._parts, layer, queries, keys, values)
             for prefix, some in behind:
                 mixed, masses = own
                 output, mass = prefix.attend(layer, queries[some])
@@ -188,7 +195,17 @@ class PartLayers(Layers):
             )
             return seen.merged(own, *parts)
 
-        return attend
+        def attend_at_once(
+            layer: int, _queries: Float32, keys: Any, values: Any, turned: Any = None, /, *_: Any
+        ) -> Float32:
+            assert seen is not None, "rows see parts"
+            assert seen.sequences is not None, "rows attend to their own texts"
+            found: Any = self.cache.write_and_attend(
+                seen.sequences, self._joint_calls, layer, seen.taken(turned), keys, values, None, None, sequences
+            )
+            return seen.merged(None, *found)
+
+        return attend_at_once if rows is not None and rows.with_own else attend
 
     # -- the end --------------------------------------------------------------------------------------------
 

@@ -4,6 +4,10 @@ A part is a sequence that shares the blocks of its cached text and has the token
 texts of a pass are attended to in one call of a layer, by queries that the network has turned to where each part
 stands. Layers with a window have the parts that lie within it of the first token that sees them, from there on: what
 they have of a part is a function of the request.
+
+With a residual, a text begins its groups behind its parts, which are read packed as groups before a query's own are:
+what stands there does not depend on where the groups of the cached text end. The first tokens of the request are read
+in f16, as those of any text, in the part that has them.
 """
 
 from __future__ import annotations
@@ -62,9 +66,14 @@ class PartSequences:
         seq_id = next(self._numbers)
         self.ids.add(seq_id)
         try:
-            self._cache.adopt(seq_id, start.blocks[: -(-start.num_tokens // self._cache.block_size)], start.num_tokens)
-            if len(start.seen) < start.num_tokens:
-                self._cache.keep_tokens(seq_id, start.seen)
+            cache, count = self._cache, start.num_tokens
+            cache.adopt(seq_id, start.blocks[: -(-count // cache.block_size)], count)
+            if start.firsts and count < cache.first_tokens:
+                cache.unpack(seq_id, start.firsts)
+            elif start.firsts:
+                cache.unpack(seq_id, (), start.firsts)
+            if len(start.seen) < count:
+                cache.keep_tokens(seq_id, start.seen)
             if start.positions is not None:
                 self.stored[seq_id] = start.before, start.positions
         except Exception:

@@ -18,6 +18,7 @@ from kvcache.texts.block_index import BlockIndex, CachedStart
 from kvcache.texts.cache_arguments import CacheArguments
 from kvcache.texts.kinds.base import Ids, LayerCall, LayerKind, Lens, calls_of
 from kvcache.texts.kinds.part_layers import PartLayers
+from kvcache.texts.kinds.part_sequences import MISSING
 from kvcache.texts.newest import NewestGroups
 from kvcache.texts.seen_parts import SeenParts
 from kvcache.texts.text import Text
@@ -193,6 +194,12 @@ class WholeLayers(PartLayers):
             assert self.own_ids is not None or self._reads_f16(text), f"{text}: tokens that it reads are packed"
             if self.own_ids is None:
                 claimed.update(int(block) for block in info.block_ids)
+        for text in texts if cache.first_tokens else ():
+            for part, seq_id in zip(() if text.prefix is None else text.prefix.parts, text.places[index], strict=True):
+                if seq_id != MISSING and part.begins_within(cache.first_tokens):
+                    firsts, base, stop = cache.unpacked_tokens(seq_id)
+                    due = np.count_nonzero(part.indices < cache.first_tokens)
+                    assert (firsts if base else stop) == due, f"{text}: first tokens of the request are packed"
         if self.own_ids is None and self.pages is not None:
             free, idle = self.pages.num_free_and_idle()
             assert cache.total_memory_bytes == self._bytes, "tokens in f16 took more memory than was reserved"

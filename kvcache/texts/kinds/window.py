@@ -61,7 +61,7 @@ def num_pages(kept: int, block_size: int, blocks: int, share: int = _SHARE) -> i
 
 
 class WindowPlace(NamedTuple):
-    """What the layers of a window know of a text.
+    """The place of a text in the layers of a window.
 
     Attributes:
         first: the position of its first token in the cache, a multiple of the block size; None: it is just changing,
