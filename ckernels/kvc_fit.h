@@ -5,8 +5,8 @@
  * of normal rows, relative to that with the whole range (head_dim 64 | 128):
  *
  *                       5 bits              4 bits              3 bits              2 bits
- *                       0.85 | 0.88         0.83 | 0.83         0.74 | 0.70         0.51 | 0.45
- *   exhaustive search   0.85 | 0.87         0.81 | 0.81         0.73 | 0.69         0.51 | 0.45
+ *                       0.86 | 0.89         0.83 | 0.83         0.74 | 0.70         0.51 | 0.45
+ *   exhaustive search   0.83 | 0.87         0.81 | 0.81         0.73 | 0.69         0.51 | 0.45
  *
  * There are four starts: each clips one of two shares of the range at either end. The values are coded, and the line
  * value = low + step * code  is fitted to the codes by least squares. The best of the four is coded and fitted once
