@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MistralRs", "letters_of"]
+from kvcache.gguf import GgufFile
+
+__all__ = ["MistralRs", "letters_of", "text_of"]
 
 Tokens = npt.NDArray[np.uint32]
 _LETTERS = "cdefghijklmnopqrstuvwxyz"  # no merge of the random vocabularies has one of them
@@ -27,6 +29,15 @@ def letters_of(tokens: Tokens) -> str:
     letters = np.array([*_LETTERS])[ids % len(_LETTERS)]
     letters[_WORD - 1 :: _WORD] = " "
     return "".join(letters.tolist())
+
+
+def text_of(tokens: Tokens, pieces: Sequence[str]) -> str:
+    """The text of tokens of a byte-level vocabulary; what is no character is replaced."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = sorted({*range(256)} - {*plain})
+    byte_of = {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    letters = "".join(pieces[token] for token in tokens)
+    return bytes(byte_of[letter] for letter in letters if letter in byte_of).decode(errors="replace")
 
 
 class MistralRs:
@@ -49,7 +60,8 @@ class MistralRs:
             template.write_text(_PLAIN)
             file = mistralrs.Which.GGUF(quantized_model_id=str(path.parent), quantized_filename=path.name)
             self._runner: Any = mistralrs.Runner(file, max_seqs=running, jinja_explicit=str(template))
-        self._as_letters, self._lock = as_letters, Lock()  # a runner has one call at a time, but many streams
+        self._pieces = None if as_letters else GgufFile(path).metadata["tokenizer.ggml.tokens"]
+        self._lock = Lock()  # a runner has one call at a time, but many streams
 
     @staticmethod
     def version() -> str:
@@ -61,10 +73,7 @@ class MistralRs:
 
     def text(self, tokens: Tokens) -> str:
         """A text of these tokens, or of as many."""
-        if self._as_letters:
-            return letters_of(tokens)
-        with self._lock:
-            return str(self._runner.detokenize_text(tokens.tolist(), False))
+        return letters_of(tokens) if self._pieces is None else text_of(tokens, self._pieces)
 
     def times(self, tokens: Tokens, new: int) -> Iterator[float]:
         """Run a greedy request and yield the clock at each new token.

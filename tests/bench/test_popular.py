@@ -246,10 +246,6 @@ class Runner:
     def __init__(self, which, max_seqs, jinja_explicit):
         self.prompts = []
 
-    def detokenize_text(self, tokens, skip_special):
-        assert not skip_special
-        return " ".join(map(str, tokens))
-
     def send_chat_completion_request(self, request):
         self.prompts.append(request.messages[0]["content"])
         if "fail" in self.prompts[-1]:
@@ -276,7 +272,9 @@ def test_an_engine_of_texts(mistral, files):
     assert [len(answer) for answer in served.answers] == [7] * 3
     assert sorted(engine._engine._runner.prompts) == sorted(letters_of(turn.tokens) for turn in workload.roots)
     alone = MistralRs(files["qwen3-4b"], 2, as_letters=False)
-    assert alone.text(np.array([5, 7], np.uint32)) == "5 7"
+    vocabulary = vocabulary_of(512)["tokenizer.ggml.tokens"]
+    spelled = [vocabulary.index(letter) for letter in ("a", "\u0120", "ab", "\u00c3", "\u00a9", "\u00c3")]
+    assert alone.text(np.array(spelled, np.uint32)) == "a ab\u00e9\ufffd"
     assert alone.first_token(np.array([5], np.uint32)) > 0
     assert alone.step(np.array([5], np.uint32), 6) > 0
 
