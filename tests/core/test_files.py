@@ -246,7 +246,7 @@ def bind(path):
 
 
 SPECIAL = {
-    "a FIFO": os.mkfifo,
+    "a FIFO": lambda path: os.mkfifo(path),
     "a directory": os.mkdir,
     "a socket": bind,
     "a device": lambda path: path.symlink_to("/dev/null"),
