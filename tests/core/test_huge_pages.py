@@ -81,7 +81,8 @@ def test_many_maps_lie_apart_and_come_back():
     assert [int(array.min()) for array in arrays] == [int(array.max()) for array in arrays] == [1, 2, 3, 4]
     spans = sorted(span_of(array) for array in arrays)
     assert all(start % ALIGNED == 0 for start, _ in spans)
-    assert all(a + size < b for (a, size), (b, _) in pairwise(spans))
+    between = int(os.name == "posix")  # one that none may read
+    assert all(a + size + between <= b for (a, size), (b, _) in pairwise(spans))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/smaps")
