@@ -105,7 +105,10 @@ static inline void kvc_unmap(void *bytes, size_t mapped) {
     (void)mapped;
     VirtualFree(bytes, 0, MEM_RELEASE);
 }
-static inline void kvc_give_back(void *bytes, size_t n) { DiscardVirtualMemory(bytes, n); }
+static inline void kvc_give_back(void *bytes, size_t n) {
+    VirtualAlloc(bytes, n, MEM_RESET, PAGE_READWRITE); /* no page of them is written to the disk, */
+    VirtualUnlock(bytes, n);                           /* and this takes them from the process */
+}
 
 #else /* POSIX */
 typedef pid_t kvc_process;

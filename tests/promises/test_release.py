@@ -145,7 +145,7 @@ def test_the_conda_recipe_asks_for_what_the_wheel_asks_for():
     asked = {word.replace(" ", "") for part in ("host", "run") for word in recipe["requirements"][part]}
     for key in ("requires", "dependencies", "text"):
         for word in re.findall(r'"(.+?)"', re.search(rf"^{key} = \[(.*?)\]", project, re.MULTILINE)[1]):
-            assert word.lower() in asked, word
+            assert word.lower() in asked or "win32" in word, word  # it makes no package for Windows
 
 
 def test_extras_that_are_named_are_there():

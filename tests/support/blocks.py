@@ -2,13 +2,26 @@
 
 import ctypes
 import mmap
+import os
 
 import numpy as np
 from oracles import kernels as oracle
 
 from kvcache.kernels import kernelcalls, kernels
 
-_libc = ctypes.CDLL(None, use_errno=True)
+
+def _forbid(address, size):
+    """Make pages unreadable."""
+    if os.name == "nt":
+        no_access, before = 1, ctypes.c_ulong()
+        done = ctypes.windll.kernel32.VirtualProtect(
+            ctypes.c_void_p(address), ctypes.c_size_t(size), no_access, ctypes.byref(before)
+        )
+    else:
+        libc = ctypes.CDLL(None, use_errno=True)
+        done = not libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), 0)
+    if not done:
+        raise OSError(ctypes.get_errno(), "the pages stay readable")
 
 
 def guarded(shape, dtype, *, at_end=True):
@@ -19,8 +32,7 @@ def guarded(shape, dtype, *, at_end=True):
     area = mmap.mmap(-1, inner + 2 * page)
     base = ctypes.addressof(ctypes.c_char.from_buffer(area))
     for offset in (0, page + inner):
-        if _libc.mprotect(ctypes.c_void_p(base + offset), ctypes.c_size_t(page), 0):
-            raise OSError(ctypes.get_errno(), "mprotect")
+        _forbid(base + offset, page)
     start = page + (inner - size if at_end else 0)
     return np.frombuffer(area, np.dtype(dtype), int(np.prod(shape)), start).reshape(shape)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import signal
 import sys
 import traceback
@@ -28,7 +29,7 @@ class SignalSender:
     """
 
     _as_parameter_ = int(signal.SIGINT)
-    send = property(ctypes.CDLL(None)["raise"])
+    send = property((ctypes.CDLL(None) if os.name == "posix" else ctypes.CDLL("ucrtbase"))["raise"])
 
 
 SENDER = SignalSender()
