@@ -249,8 +249,9 @@ def test_a_text_behind_an_edit_of_all_before_it_sees_itself_alone(network):
     assert [key(cached.complete(QUESTION, PARAMS, prefix=prefix)) for _ in range(2)] == [want] * 2
 
 
-def test_threads_and_samples_have_their_bits(network):
-    asked = requests()[::3]
+@pytest.mark.parametrize("windows", [False, True])
+def test_threads_and_samples_have_their_bits(network, windows):
+    network, asked = Windowed(network, 30, 12) if windows else network, requests()[::3]
     params = PARAMS.changed({"temperature": 0.8, "seed": 5})
     alone, found = InferenceEngine(network), {}
     seeds = [params.changed({"seed": 5 + i}) for i in range(3)]
@@ -366,6 +367,14 @@ def test_windows_keep_what_can_be_seen_alone(network):
     assert key(found) == want[1]
     assert all(each.cached < each.tokens for each in found.segments)
     cached.check()
+    batch, cached = BatchEngine(model, num_blocks=200), PrefixCachedEngine(InferenceEngine(model), 400)
+    documents = {"segments": options["segments"], "head": HEAD}
+    for _ in range(2):  # they may stand anywhere, so their windows are kept
+        uses = cached.prepare(**documents), batch.prepare(**documents).result()
+    assert uses == ([(None, 40, 40), (None, 33, 33), (None, 50, 50)],) * 2
+    found = cached.complete(QUESTION, PARAMS, **options), batch.submit(QUESTION, PARAMS, **options).completions()[0]
+    assert [key(each) for each in found] == [want[1]] * 2
+    assert all(each.cached == each.tokens for one in found for each in one.segments)
 
 
 def test_windows_grow_for_many_segments(network):

@@ -47,8 +47,8 @@ ALLOWED = {
     "kvcache/texts/kinds/evicting.py": {"cumsum": 1},  # lengths
     "kvcache/texts/forward.py": {"cumsum": 2, "sum": 1},  # lengths
     "kvcache/texts/scores.py": {"cumsum": 1},  # lengths
-    "kvcache/texts/kinds/state.py": {"cumsum": 1},  # lengths
     "kvcache/texts/kinds/part_layers.py": {"cumsum": 1},  # lengths
+    "kvcache/texts/kinds/state.py": {"cumsum": 1},  # lengths
     "kvcache/texts/kinds/whole.py": {"sum": 1},  # blocks
 }
 
