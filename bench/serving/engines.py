@@ -281,12 +281,15 @@ class Transformers(Engine):
 
 
 class Mistral(Engine):
-    """mistral.rs, a thread for each request; an answer has the length of its tokens, whose ids it does not say."""
+    """mistral.rs, a thread for each request; an answer has the length of its tokens, whose ids it does not say.
+
+    It runs one request after another: version 0.9.5 refuses a step of several prompts over packed weights on a CPU.
+    """
 
     def __init__(self, network: Network, tokens: int, longest: int, running: int, threads: int) -> None:
-        del tokens, longest
+        del tokens, longest, running
         random = GgufFile(network.file).metadata.get("general.name") == "random"
-        self._engine = MistralRs(network.file, threads, running, as_letters=random)
+        self._engine = MistralRs(network.file, threads, as_letters=random)
         self._found: Queue[tuple[int, list[int] | Exception]] = Queue()
 
     def submit(self, key: int, prompt: Tokens, new: int) -> None:
