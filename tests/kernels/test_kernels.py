@@ -298,7 +298,8 @@ def test_levels_are_one_list(monkeypatch):
     assert {"".join(each) for each in asked} == {*names}
     files = {*folder.glob("kvc_*.c")}
     sources = levels["sources_of"]
-    parts = {each: {folder / os.path.basename(path) for path in sources(each, str(folder))} for each in ("once", *names)}
+    parts = {each: {folder / os.path.basename(path) for path in sources(each, str(folder))}
+             for each in ("once", *names)}
     assert set().union(*parts.values()) == files
     assert not any(parts["once"] & parts[name] for name in names)
     assert {level.needs for level in levels["LEVELS"]} <= {"", *names}
