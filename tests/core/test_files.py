@@ -246,7 +246,7 @@ def test_a_writer_that_lives_keeps_its_file(tmp_path):
 
 
 def test_the_first_view_is_written_and_read(tmp_path):
-    """What systems have that lack calls of several parts."""
+    """Systems without calls of several parts have these."""
     with Replacement(tmp_path / "file") as fd:
         assert write_first(fd, [memoryview(b"ab"), memoryview(b"cd")], 5) == 2
         found = bytearray(9)

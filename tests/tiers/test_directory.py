@@ -22,6 +22,8 @@ from tier_stores import SECRET
 from kvcache.engine import InferenceEngine, PrefixCachedEngine
 from kvcache.tiers import DirectoryTier, Tiers, directory
 
+GIVEN = {} if os.name == "posix" else {"secret": SECRET}  # without one Windows is refused
+
 pytestmark = pytest.mark.one_build
 
 
@@ -39,12 +41,12 @@ def on_disk(path):
 
 
 def test_what_was_put_is_found_by_another_object(tmp_path):
-    one, names = DirectoryTier(tmp_path / "a" / "b", "1MB"), keys(5)
+    one, names = DirectoryTier(tmp_path / "a" / "b", "1MB", **GIVEN), keys(5)
     assert one.contains_many(names) == [False] * 5
     assert one.get_many(names) == [None] * 5
     one.put_many([(key, b"%d" % i) for i, key in enumerate(names[:4])])
     one.put_many([(names[0], memoryview(bytearray(b"new")))])
-    two = DirectoryTier(tmp_path / "a" / "b", 1000)
+    two = DirectoryTier(tmp_path / "a" / "b", 1000, **GIVEN)
     assert two.contains_many(names) == [True] * 4 + [False]
     assert two.get_many(names) == [b"new", b"1", b"2", b"3", None]
     assert one.num_bytes == two.num_bytes == 6
@@ -56,7 +58,7 @@ def test_what_was_put_is_found_by_another_object(tmp_path):
 
 
 def test_the_least_recently_used_leave(tmp_path):
-    tier, names = DirectoryTier(tmp_path, 1000), keys(12)
+    tier, names = DirectoryTier(tmp_path, 1000, **GIVEN), keys(12)
     for i, key in enumerate(names[:10]):
         tier.put_many([(key, bytes(100))])
         os.utime(place(tmp_path, key), (i, i))
@@ -70,7 +72,7 @@ def test_the_least_recently_used_leave(tmp_path):
 
 
 def test_any_history_keeps_the_limit(tmp_path, rng):
-    tiers = [DirectoryTier(tmp_path, 20_000) for _ in range(2)]  # as two processes
+    tiers = [DirectoryTier(tmp_path, 20_000, **GIVEN) for _ in range(2)]  # as two processes
     names, stored = keys(60), {}
     for _ in range(300):
         tier, key = tiers[rng.integers(2)], names[rng.integers(60)]
@@ -113,7 +115,7 @@ def test_a_killed_writer_leaves_whole_values(tmp_path, rng):
             writer.send_signal(signal.SIGKILL)
             writer.wait()
             writer.stdout.close()
-        tier = DirectoryTier(tmp_path, "1MB")
+        tier = DirectoryTier(tmp_path, "1MB", **GIVEN)
         names = [key.to_bytes(20, "big") for key in range(40)]
         for key, value in zip(names, tier.get_many(names), strict=True):
             assert value is None or value == key[-1:] * 20_000
@@ -124,7 +126,7 @@ def test_a_killed_writer_leaves_whole_values(tmp_path, rng):
 
 
 def test_a_full_disk(tmp_path, monkeypatch):
-    tier, names = DirectoryTier(tmp_path, "1MB"), keys(3)
+    tier, names = DirectoryTier(tmp_path, "1MB", **GIVEN), keys(3)
     tier.put_many([(names[0], b"old")])
 
     def full(fd, buffers, offset):
@@ -204,7 +206,7 @@ def test_disks_that_are_really_full(tmp_path, network):
 @needs_posix
 def test_other_files_are_no_values(tmp_path):
     """Not even where a value belongs: they are misses, and stay as they are."""
-    tier, names = DirectoryTier(tmp_path / "tier", "1MB"), keys(5)
+    tier, names = DirectoryTier(tmp_path / "tier", "1MB", **GIVEN), keys(5)
     tier.put_many([(names[0], b"value")])
     places = [place(tmp_path / "tier", key) for key in names]
     for each in places[1:4]:
@@ -238,7 +240,7 @@ def test_only_what_it_wrote_is_counted_and_deleted(tmp_path):
     for each in others:
         each.parent.mkdir(exist_ok=True)
         each.write_bytes(bytes(60_000))
-    tier, within = DirectoryTier(folder, 100_000), [bytes([first]) * 20 for first in (0xAA, 0xBB, 0xCC, 0xCD)]
+    tier, within = DirectoryTier(folder, 100_000, **GIVEN), [bytes([first]) * 20 for first in (0xAA, 0xBB, 0xCC, 0xCD)]
     assert tier.num_bytes == 0
     for _ in range(2):
         tier.put_many([(key, bytes(45_000)) for key in within])
@@ -250,7 +252,7 @@ def test_only_what_it_wrote_is_counted_and_deleted(tmp_path):
 
 
 def test_values_that_are_larger_than_expected_are_not_read(tmp_path, monkeypatch):
-    tier, names = DirectoryTier(tmp_path, "1MB"), keys(3)
+    tier, names = DirectoryTier(tmp_path, "1MB", **GIVEN), keys(3)
     tier.put_many([(names[0], bytes(100)), (names[1], bytes(101))])
     monkeypatch.setattr(directory, "read_at", lambda fd, buffers, at: all(len(each) <= 100 for each in buffers))
     found = tier.get_many(names, 100)
@@ -258,7 +260,7 @@ def test_values_that_are_larger_than_expected_are_not_read(tmp_path, monkeypatch
 
 
 def test_a_directory_that_is_deleted_meanwhile(tmp_path):
-    tier, names = DirectoryTier(tmp_path / "tier", "1MB"), keys(2)
+    tier, names = DirectoryTier(tmp_path / "tier", "1MB", **GIVEN), keys(2)
     tier.put_many([(names[0], b"old")])
     shutil.rmtree(tmp_path / "tier")
     assert tier.get_many(names) == [None, None]
@@ -325,6 +327,7 @@ def test_two_users_share_a_directory():
         shutil.rmtree(folder)
 
 
+@needs_posix
 def test_the_secret_needs_no_hard_links(tmp_path, monkeypatch):
     """Tiers that begin at once all have the secret that the first of them drew."""
     monkeypatch.delattr(os, "link")
@@ -341,6 +344,7 @@ def test_the_secret_needs_no_hard_links(tmp_path, monkeypatch):
     assert len({tier.secret for tier in tiers}) == len(written) == 1
 
 
+@needs_posix
 @pytest.mark.parametrize("damaged", [b"", b"short", bytes(33)])
 def test_a_damaged_secret_is_drawn_again(tmp_path, monkeypatch, caplog, damaged):
     """Values that were stored under the old one are not found any more, and the next start is an ordinary one."""
@@ -375,6 +379,7 @@ def test_secrets_that_others_may_have_chosen(tmp_path):
             DirectoryTier(tmp_path, 10)
 
 
+@needs_posix
 def test_a_full_disk_leaves_no_part_of_a_secret(tmp_path, monkeypatch):
     def full(fd, buffers, offset):
         os.write(fd, b"part")
