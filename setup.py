@@ -22,7 +22,7 @@ from setuptools import Extension, setup
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # an isolated build does not have it there
 from ckernels.build import Plan, best_level, build_kernels, check_machine, is_for_developers
-from ckernels.levels import EVEX_FLAGS, LEVELS, defines_of, flags_of_levels, sources_of
+from ckernels.levels import EVEX_FLAGS, LEVELS, compiles, defines_of, flags_of_levels, sources_of
 from ckernels.sbom import wheel_with_sbom
 
 check_machine()
@@ -32,8 +32,10 @@ DEBUG, SANITIZE, COVERAGE, EVEX = (
 THREADS = os.environ.get("KVCACHE_SANITIZE") == "thread"
 EVEX = EVEX or DEBUG or SANITIZE or COVERAGE
 
-# The scalar level without what takes -O3 most of its time.
-SCALAR = [] if DEBUG or SANITIZE or COVERAGE else ["-O2"]
+# The scalar level without what takes -O3 most of its time, and without half of what gcc's -O2 takes over the fits of
+# formats: it looks for a store behind each load, 1,000 places back.
+PATIENCE = "--param=sccvn-max-alias-queries-per-access=50"
+SCALAR = [] if DEBUG or SANITIZE or COVERAGE else ["-O2", *([PATIENCE] if compiles(["-Werror", PATIENCE]) else [])]
 # The machine that runs what is built: another one than this where Python's variable for cross builds is set.
 MACHINE = os.environ.get("_PYTHON_HOST_PLATFORM", platform.machine()).split("-")[-1]
 SYSTEM = os.environ.get("_PYTHON_HOST_PLATFORM", sys.platform).split("-")[0]
