@@ -170,10 +170,9 @@ def attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=None
     starts: the text position of each sequence's first token, 0 by default. window, softcap: 0 for none. chunked:
     queries see the positions from the last multiple of window on. ahead: the tokens after its own that a query sees.
     scores: of two dimensions for those of each KV head. sinks: of two for those of each query. tree: int64
-    (2, queries), parents and depths, not checked beyond its shape. firsts: int64 (queries,), not checked.
-    scratch: a function of a number of bytes that gives a uint8 array, by default np.empty. centres: of keys, as of
-    `write`. residuals: the runs of each sequence's residual, over `residual_arena`; its scores follow those of the
-    sequence.
+    (2, queries), parents and depths, not checked beyond its shape. firsts: int64 (queries,), not checked. scratch: a
+    function of a number of bytes that gives a uint8 array, by default np.empty. centres: of keys, as of `write`.
+    residuals: the runs of each sequence's residual, over `residual_arena`; its scores follow those of the sequence.
     """
     cdef kvc_attend_args args
     cdef Py_ssize_t count = len(sequences), i
