@@ -17,7 +17,6 @@ FEATURES = {
     "eviction": "an eviction_policy",
     "endless": "an eviction_policy without end",
     "sparse": "sparse_tokens",
-    "residual": "a residual_length, or first tokens that stay in f16",
     "spill": "spill",
     "logprobs": "prompt_logprobs",
     "tiers": "tiers",

@@ -136,7 +136,6 @@ class CacheSettings(CacheArguments):
         """The names of the features that exclude settings, see `kvcache.support.exclusions`."""
         given = (("sparse", self.sparse_tokens), ("spill", self.spill))
         own = {name for name, value in given if value is not None}
-        own |= {"residual"} if self.storage.residual_length or self.storage.firsts else set()
         return features_of(self.model) | own | (set() if self.budgets is None else self.budgets.features)
 
     def named(self, network: str | None) -> str:
