@@ -487,11 +487,11 @@ def test_segments_stand_in_the_text_as_they_are():
         text_of(body_of("{{ m.role }}:{{ m.content }};"), (), talk, segments=apart)
 
 
-def test_a_network_with_windows_has_no_segments(tmp_path):
+def test_an_engine_that_excludes_segments_refuses_them(tmp_path):
     path = tiny_file(tmp_path)
-    engine = BatchEngine.from_pretrained(GOLDEN / "gemma3", num_blocks=64)
+    engine = BatchEngine.from_pretrained(GOLDEN / "llama", num_blocks=64, sparse_tokens=64)
     engine._text = BatchEngine.from_pretrained(path, num_blocks=64)._text
     model = ServedModel(engine, MODEL)
     made = model.complete({"model": MODEL, "max_tokens": 1} | talk(KINDS[0]), None, chat=True)
-    with pytest.raises(ValueError, match="segments: expected None with layers that have a window"):
+    with pytest.raises(ValueError, match="segments: expected None with sparse_tokens"):
         model.queued(made, Threads(), 9.0)
