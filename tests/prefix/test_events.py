@@ -255,6 +255,31 @@ def test_salts_of_namespaces_that_ended_are_forgotten():
     ring.check()
 
 
+def test_a_reader_takes_records_while_they_are_verified():
+    cache, ended, interval = small(), threading.Event(), sys.getswitchinterval()
+    ring = cache.record_events(salt_of, 1000)
+
+    def read():
+        while not ended.is_set():
+            ring.take(1000)
+
+    reader = threading.Thread(target=read)
+    sys.setswitchinterval(1e-6)
+    try:
+        reader.start()
+        for i in range(1500):
+            store(cache, [1, 2], chr(i))
+            cache.forget(chr(i))
+            ring.check()
+    finally:
+        sys.setswitchinterval(interval)
+        ended.set()
+        reader.join()
+    cache.check()
+    ring.take(1000)
+    assert ring.salts == {}
+
+
 def test_blocks_in_which_a_text_ends_are_not_told():
     cache = small()
     ring = cache.record_events(salt_of, 100)

@@ -215,8 +215,9 @@ def test_shares(data):
         assert min(counts) > 0
         assert sum(counts) + drafts <= MOST
         assert len({id(work) for work, _ in shares.pieces}) == len(counts)
-        most = budget.seconds(decodes) + budget.cost(budget.least(decodes), max(w.computed for w, _ in shares.pieces))
-        assert sum(costs) <= most + 2 * budget.cost(LEAST, max(work.computed for work, _ in shares.pieces))
+        deepest = max(work.computed + count for work, count in shares.pieces)
+        most = budget.seconds(decodes) + budget.cost(budget.least(decodes), deepest)
+        assert sum(costs) <= most + 2 * budget.cost(LEAST, deepest)
         for (work, count), cost in zip(shares.pieces, costs, strict=True):
             assert count <= work.remaining
             spent, own = spent + cost, own + cost * (work is first)

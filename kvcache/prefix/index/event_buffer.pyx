@@ -145,9 +145,10 @@ cdef class EventBuffer:
         """Verify every invariant; AssertionError names the broken one."""
         assert 0 <= self.head - self.tail <= self.capacity, "events: more records than there is room for"
         assert self.dropped or not self.is_full, "events: full, and nothing was dropped"
+        salts = set(self.salts)    # before the records: a reader may take the last ones of a namespace meanwhile
         numbers = (np.arange(self.tail, self.head) % self.capacity).astype(np.int64)
         records = self.arrays[0][numbers]
         assert ((records["kind"] >= FIRST) & (records["kind"] <= LEFT)).all(), "events: a record of no kind"
         named = set(records["space"][records["kind"] != CLEARED].tolist())
-        assert named <= set(self.salts), "events: a namespace without a salt"
+        assert named <= salts, "events: a namespace without a salt"
         assert all(number < self.num_spaces for number in self.salts), "events: a namespace that has not begun"
