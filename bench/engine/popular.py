@@ -81,7 +81,7 @@ class Text(Protocol):
         """Write K and V of the text `count` more times behind it."""
 
 
-class Ours:
+class Ours(Text):
     """The engine over a GGUF file, K and V in q8, activations in int8."""
 
     name = "kvcache"
@@ -122,7 +122,7 @@ class Ours:
         self._tokens = engine.begin(share)
 
 
-class LlamaText:
+class LlamaText(Text):
     """llama.cpp, as its server runs it: K and V in f16, flash attention."""
 
     api: type[LlamaApi] = LlamaApi
