@@ -25,7 +25,7 @@ from bench.support.blas import set_threads
 from bench.support.checkpoints import SIZES, Size, write_checkpoint
 from bench.support.common import Candidate, Case, at_most, faster
 from bench.support.rates import Columns
-from bench.support.report import show
+from bench.support.report import reason_of, show
 from bench.support.tables import Tables, draw_each, measured
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
 from kvcache.networks.model import Transformer
@@ -72,7 +72,7 @@ class Bench:
             try:
                 self.rivals[rival.name] = rival.random(size, folder / "rival", threads)
             except Exception as error:  # the rival's package does not support this network
-                print(f"not measured: {rival.name} ({type(error).__name__}: {str(error).splitlines()[0][:120]})")
+                print(f"not measured: {rival.name} ({reason_of(error)})")
         set_threads(threads)
 
     # -- prefill ------------------------------------------------------------------------------------------------

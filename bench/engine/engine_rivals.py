@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.support.checkpoints import Size, write_checkpoint, write_gguf
+from bench.support.report import reason_of
 
 __all__ = ["RIVALS", "ROOM", "LlamaCpp", "OpenVino", "Rival", "Tokens", "Transformers", "availability", "installed"]
 
@@ -212,7 +213,7 @@ def _probe(rivals: Iterable[Any]) -> list[tuple[Any, bool, str]]:
         try:
             found.append((rival, True, version()))
         except Exception as error:  # any reason for which a rival's package does not load
-            found.append((rival, False, f"{type(error).__name__}: {error}".splitlines()[0]))
+            found.append((rival, False, reason_of(error)))
     return found
 
 

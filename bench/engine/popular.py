@@ -25,7 +25,7 @@ from bench.engine.mistral_rs import MistralRs
 from bench.serving.measured import Measured
 from bench.support.blas import set_threads
 from bench.support.common import Result
-from bench.support.report import time_text
+from bench.support.report import reason_of, time_text
 from kvcache.engine import InferenceEngine
 from kvcache.gguf import GgufFile
 
@@ -280,7 +280,7 @@ def _measure(engine: str, path: Path, vocabulary: int, threads: int, plan: Plan,
     try:
         pipe.send(Measurement(engine, path, vocabulary, threads, plan).run())
     except Exception as error:  # its package is absent, or it does not read the network
-        pipe.send(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}")
+        pipe.send(reason_of(error))
 
 
 def _measured(engine: str, path: Path, vocabulary: int, threads: int, plan: Plan, limit: float) -> Found:

@@ -25,6 +25,7 @@ from bench.engine.weight_rivals import GGUF_FILES, write_files
 from bench.support.blas import set_threads
 from bench.support.common import Result
 from bench.support.rates import Columns
+from bench.support.report import reason_of
 from bench.support.tables import Tables
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
 
@@ -126,8 +127,8 @@ def rival(name: str, path: Path, tokens: int, turns: int, threads: int) -> dict[
             text = np.concatenate([text, rng.integers(3, VOCABULARY, NEW, dtype=np.uint32)])
             found.setdefault(f"{name}, later turn", []).append(engine.first_token(text))
         return found
-    except (ImportError, MemoryError, ValueError) as error:
-        print(f"not measured: {name} ({str(error).splitlines()[0][:160]})")
+    except Exception as error:  # its package is absent, or it does not read the network
+        print(f"not measured: {name} ({reason_of(error)})")
         return {}
 
 

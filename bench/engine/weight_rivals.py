@@ -17,6 +17,7 @@ from bench.support.blas import set_threads
 from bench.support.checkpoints import Size, write_gguf
 from bench.support.common import Candidate, Case, Result
 from bench.support.packed_files import quantise, write_packed
+from bench.support.report import reason_of
 from bench.support.tables import measured
 
 __all__ = ["COMMON_FILES", "GGUF_FILES", "RIVALS", "measure_each", "write_files"]
@@ -110,7 +111,7 @@ def measure_each(
         try:
             engine = build()
         except Exception as error:  # the rival's package is absent, or does not read this file
-            print(f"not measured: {name} ({type(error).__name__}: {str(error).splitlines()[0][:100]})")
+            print(f"not measured: {name} ({reason_of(error)})")
             continue
         set_threads(threads)
         for what, candidate in candidates(engine, name):

@@ -23,7 +23,7 @@ from bench.engine.smollm2 import find_file
 from bench.serving.embedders import EMBEDDERS, Scored
 from bench.support.blas import set_threads
 from bench.support.guides import GUIDES
-from bench.support.report import show, time_text, write_json
+from bench.support.report import reason_of, show, time_text, write_json
 from kvcache import BatchEngine
 
 __all__ = ["add_arguments", "main"]
@@ -54,7 +54,7 @@ def _work(name: str, file: Path, threads: int, ends: Connection) -> None:
     try:
         engine = EMBEDDERS[name](file, threads)
     except Exception as error:  # any reason for which a rival's package does not load
-        ends.send(f"{type(error).__name__}: {error}".splitlines()[0])
+        ends.send(reason_of(error))
         return
     ends.send(None)
     while (texts := ends.recv()) is not None:

@@ -49,7 +49,7 @@ from bench.support.blas import set_threads
 from bench.support.checkpoints import SIZES, Size, write_gguf
 from bench.support.common import Result
 from bench.support.over_threads import counts
-from bench.support.report import time_text
+from bench.support.report import reason_of, time_text
 from bench.support.tables import Tables
 
 __all__ = ["Served", "add_arguments", "main", "run"]
@@ -158,7 +158,7 @@ def served_by(
     try:
         return _in_a_process(_serve, name, network, workloads, again, threads)  # type: ignore[no-any-return]
     except Exception as error:
-        print(f"not measured: {name} ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]})")
+        print(f"not measured: {name} ({reason_of(error)})")
         return []
 
 

@@ -16,7 +16,9 @@ from typing import Any
 import kvcache
 from bench.support.common import Result, Table
 
-__all__ = ["environment", "markdown", "print_table", "save_json", "show", "text_table", "time_text", "write_json"]
+__all__ = [
+    "environment", "markdown", "print_table", "reason_of", "save_json", "show", "text_table", "time_text", "write_json",
+]
 
 
 def environment() -> dict[str, str]:
@@ -58,6 +60,12 @@ def _commit() -> str:
         return subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def reason_of(error: BaseException) -> str:
+    """The kind of an error and the first line that it says, if it says any: why a rival is not measured."""
+    said = next(filter(None, map(str.strip, str(error).splitlines())), "")
+    return f"{type(error).__name__}: {said}"[:120] if said else type(error).__name__
 
 
 def time_text(seconds: float) -> str:

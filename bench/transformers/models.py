@@ -19,6 +19,7 @@ from transformers import (
     QuantizedCache,
 )
 
+from bench.support.report import reason_of
 from kvcache.integrations.transformers import PagedCache, pack_weights
 
 __all__ = ["BOUND", "FORMATS", "SHAPES", "decode", "fill", "is_one", "kv_bytes", "make_model", "makers", "packed",
@@ -107,7 +108,7 @@ def makers(config: Any, names: Collection[str] = ()) -> Iterator[tuple[str, str,
             _try_out(quantised())
             made[name] = "sdpa", quantised
         except Exception as error:  # absent, or not for this version
-            _say_once(f"not measured: {name} ({str(error).splitlines()[0][:100]})")
+            _say_once(f"not measured: {name} ({reason_of(error)})")
     for dtype in FORMATS:
         made[f"PagedCache {dtype}"] = "kvcache", partial(PagedCache, config, dtype=dtype)
     made[BOUND] = BOUND, partial(NoCache, config=config)

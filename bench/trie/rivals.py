@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bench.support.report import reason_of
 from bench.trie.package_rivals import CompiledRadix, PackagedRadix, VllmPrefix, VllmStep
 
 __all__ = ["ChainedHashes", "PromptDict", "PromptScan", "availability", "prefix_rivals", "step_rivals"]
@@ -125,7 +126,7 @@ def _works(rival: Any, *sizes: int) -> bool:
             rival(*sizes)
             _absent[rival] = ""
         except Exception as error:  # any reason for which a rival's package does not load
-            _absent[rival] = f"{type(error).__name__}: {error}".splitlines()[0]
+            _absent[rival] = reason_of(error)
     return not _absent[rival]
 
 

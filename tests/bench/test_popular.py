@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("bench.support.common")
 
-from bench.engine import mistral_rs, popular, shapes, smollm2, turns
+from bench.engine import engine_rivals, mistral_rs, popular, shapes, smollm2, turns, weight_rivals
 from bench.engine.mistral_rs import MistralRs, letters_of
 from bench.engine.popular import (
     FAR,
@@ -296,12 +296,25 @@ def test_turns_of_rivals(mistral, files, monkeypatch, capsys):
     assert [len(times) for times in turns.rival("llama.cpp", path, 20, 2, 1).values()] == [2]
     assert list(turns.rival("mistral.rs", path, 20, 2, 1)) == ["mistral.rs, first turn", "mistral.rs, later turn"]
 
-    def absent(*_):
-        raise ImportError("no module")
 
-    monkeypatch.setitem(popular.ENGINES, "ik_llama.cpp", absent)
-    assert turns.rival("ik_llama.cpp", path, 20, 2, 1) == {}
-    assert "not measured: ik_llama.cpp (no module)" in capsys.readouterr().out
+@pytest.mark.parametrize(("error", "said"), [
+    (ImportError("no module"), "ImportError: no module"),
+    (MemoryError(), "MemoryError"),  # it says nothing
+    (RuntimeError("\n  thread panicked\nat 7"), "RuntimeError: thread panicked"),
+])
+def test_a_rival_that_fails_is_a_sentence(files, monkeypatch, capsys, error, said):
+    def fails(*_):
+        raise error
+
+    monkeypatch.setitem(popular.ENGINES, "ik_llama.cpp", fails)
+    assert turns.rival("ik_llama.cpp", files["qwen3-4b"], 20, 2, 1) == {}
+    weight_rivals.measure_each([("ik_llama.cpp", fails)], fails, {}, 1, 1)
+    assert capsys.readouterr().out.splitlines() == [
+        f"not measured: ik_llama.cpp ({said})", f"not measured: ik_llama.cpp ({said})",
+    ]
+    assert engine_rivals.availability([SimpleNamespace(name="ik_llama.cpp", version=fails)]) == [
+        f"not measured: ik_llama.cpp ({said})"
+    ]
 
 
 def test_rivals_of_the_bench_of_smollm2(mistral, files, monkeypatch):
