@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -118,15 +119,16 @@ class PrefixCachedEngine(ChatEngine):
         expect("engine: of a PrefixCachedEngine", engine, engine.requests.sequence.settings.features)
         self.tiers = as_tiers(tiers, autosave)
         self.inner, self._requests, self._sequence = engine, engine.requests, engine.requests.sequence
-        self._sequence.settings = checked = self._sequence.settings.with_states(max_state_bytes)
+        checked = replace(self._sequence.settings.with_states(max_state_bytes), cached_limit=max_memory_bytes)
         own = engine.cache.total_blocks
         if shared:
             blocks = checked.shared_blocks(own, max_memory_bytes)
             most = blocks if max_cache_blocks is None else as_count(max_cache_blocks, "max_cache_blocks", most=None)
-            self._requests.enlarge(blocks - own, min(blocks, most))
+            more, most = blocks - own, min(blocks, most)
         else:
-            more = checked.cached_blocks(own, max_cache_blocks, max_memory_bytes)
-            self._requests.enlarge(more, more)
+            more = most = checked.cached_blocks(own, max_cache_blocks, max_memory_bytes)
+        self._sequence.settings = checked
+        self._requests.enlarge(more, most)
         if seed is not None:
             engine.reseed(seed)
         self._pool = self._sequence.pool

@@ -62,6 +62,7 @@ class CacheArguments:
         max_state_bytes: the most bytes of cached states, None: as many as K and V have, and at least eight states.
         sparse_tokens: see `InferenceEngine`.
         spill: the folder of what memory has no room for; None: all is in memory.
+        cached_limit: the `max_memory_bytes` of a prefix cache, of all K and V; None: it has none.
     """
 
     model: Model
@@ -79,6 +80,7 @@ class CacheArguments:
     max_state_bytes: int | None = None
     sparse_tokens: int | None = None
     spill: str | None = None
+    cached_limit: int | str | None = None
 
     @property
     def whole(self) -> tuple[int, ...]:

@@ -399,6 +399,48 @@ def test_windows_grow_for_many_segments(network):
     settled(limited)
 
 
+def test_windows_of_several_sizes_grow_within_one_limit(network):
+    """Those of a batch, and of a prefix cache by its own limit: all of them at once have no more bytes."""
+    prefix, again = SeenParts.of_segments(HEAD, [tokens(45) for _ in range(9)], 16)
+    own = np.concatenate([again, QUESTION])
+
+    def bytes_of(engine):
+        return getattr(engine, "inner", engine).memory()["kv"]
+
+    for model in (Windowed(network, 40, 50), Windowed(network, 40)):
+
+        def batch(limit, model=model):
+            return BatchEngine(model, num_blocks=90, max_running=1, max_memory_bytes=limit)
+
+        def cached(limit, model=model):
+            inner = InferenceEngine(model, num_blocks=60, prefill_chunk=16)
+            return PrefixCachedEngine(inner, 40, max_memory_bytes=limit)
+
+        def ended(engine):
+            try:
+                if isinstance(engine, PrefixCachedEngine):
+                    return bool(engine.complete(own, PARAMS, prefix=prefix))
+                waiting = engine.submit(own, PARAMS, prefix=prefix)
+            except OutOfMemoryError:
+                return False
+            run(engine)
+            return waiting.finish_reason == "length"
+
+        for make in (batch, cached):
+            free = make(None)
+            before = bytes_of(free)
+            assert ended(free)
+            more, found = bytes_of(free) - before, []
+            assert more > 0
+            for part in (0, 0.3, 0.6, 1.5):
+                engine = make(before + int(more * part))
+                found.append(ended(engine))
+                assert bytes_of(engine) <= before + int(more * part)
+                engine.check()
+            assert found == sorted(found)
+            assert (found[0], found[-1]) == (False, True)
+
+
 def test_windows_refuse_what_is_seen_from_within_a_text(network):
     """Its newest tokens are not those that are seen."""
     within = SeenParts((SeenPart(HEAD, ((0, 5),)),), 10)

@@ -450,13 +450,14 @@ def _nbytes(made: CacheArguments, layers: Sequence[int], blocks: int, cached: in
 def _most_blocks(made: CacheArguments, layers: Sequence[int], blocks: int, cached: int) -> int:
     """The blocks to which a window's cache may grow for parts of cached texts: all that the counted layers have more.
 
-    With a limit of memory as many as it leaves.
+    With a limit of memory as many as it leaves: windows of several sizes may grow by the same number, all at once.
     """
     own = _num_blocks(made, made.window_of(layers[0]), blocks, cached)
-    if made.max_memory_bytes is None:
+    limit = made.max_memory_bytes if made.cached_limit is None else made.cached_limit
+    if limit is None:
         return own + blocks
-    left = as_memory(made.max_memory_bytes, "max_memory_bytes") - made.kv_bytes(blocks, cached)
-    return own + max(0, min(blocks, left // made.block_bytes(layers)))
+    left = as_memory(limit, "max_memory_bytes") - made.kv_bytes(blocks, cached)
+    return own + max(0, min(blocks, left // sum(map(made.block_bytes, made.layers["window"]))))
 
 
 def _make(made: CacheArguments, layers: Sequence[int], blocks: int, cached: int | None) -> WindowLayers:
