@@ -125,9 +125,8 @@ class WindowLayers(PartLayers):
         most = self._most_of(sys.maxsize)
         needed = min(-(-text.num_tokens // size) - first, most) - (found // size - first) + spare
         claimed = len(start.blocks) + spare * (most + 1)
-        if None in start.parts and text.prefix is not None:  # those texts run before it, one after another at least
-            taken, parts = self.part_blocks(text.prefix), zip(text.prefix.parts, start.parts, strict=True)
-            missing = {part.key: len(part.tokens) for part, held in parts if held is None}
+        if None in start.parts:  # those texts run before it, one after another at least
+            taken, missing = self.part_blocks(text.prefix), self.missing_texts(text, start)
             needed += sum(taken[key] for key in missing) + self._most_of(max(missing.values()))
         for each in (*running, text):
             if each.prefix is not None and each.prefix.parts:
