@@ -29,6 +29,7 @@ class LlamaApi:
     """
 
     name = "llama.cpp"
+    state_flags: tuple[int, ...] = ()  # last arguments of the functions that copy a sequence
 
     def __init__(self, path: Path, threads: int, cells: int, sequences: int = 1) -> None:
         self._library: Any = self._load()
@@ -110,10 +111,10 @@ class LlamaApi:
 
     def duplicate(self, source: int, target: int) -> None:
         """Write K and V of a sequence into further cells, as another sequence's."""
-        size = self._library.llama_state_seq_get_size(self._context, source)
+        size = self._library.llama_state_seq_get_size(self._context, source, *self.state_flags)
         memory = (ctypes.c_uint8 * size)()
-        self._library.llama_state_seq_get_data(self._context, memory, size, source)
-        if not self._library.llama_state_seq_set_data(self._context, memory, size, target):
+        self._library.llama_state_seq_get_data(self._context, memory, size, source, *self.state_flags)
+        if not self._library.llama_state_seq_set_data(self._context, memory, size, target, *self.state_flags):
             raise ValueError("K and V of a sequence are not read again")
 
     def close(self) -> None:
@@ -154,7 +155,7 @@ class IkLlamaApi(LlamaApi):
     """ik_llama.cpp; matrices as the file has them, which it packs again for each batch."""
 
     name = "ik_llama.cpp"
-    repack, flash = False, True
+    repack, flash, state_flags = False, True, (0,)
 
     @staticmethod
     def version() -> str:
@@ -186,13 +187,6 @@ class IkLlamaApi(LlamaApi):
 
     def clear(self) -> None:
         self._library.llama_kv_cache_clear(self._context)
-
-    def duplicate(self, source: int, target: int) -> None:
-        size = self._library.llama_state_seq_get_size(self._context, source, 0)
-        memory = (ctypes.c_uint8 * size)()
-        self._library.llama_state_seq_get_data(self._context, memory, size, source, 0)
-        if not self._library.llama_state_seq_set_data(self._context, memory, size, target, 0):
-            raise ValueError("K and V of a sequence are not read again")
 
     def _free_model(self) -> None:
         self._library.llama_free_model(self._model)

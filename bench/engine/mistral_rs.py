@@ -97,7 +97,8 @@ class MistralRs:
     def first_token(self, tokens: Tokens) -> float:
         """Seconds from the prompt to the first token."""
         start = perf_counter()
-        return next(iter([*self.times(tokens, 1)])) - start
+        (end,) = self.times(tokens, 1)
+        return end - start
 
     def step(self, tokens: Tokens, steps: int) -> float:
         """Seconds per token behind this prompt."""

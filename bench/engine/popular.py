@@ -29,7 +29,7 @@ from bench.support.report import time_text
 from kvcache.engine import InferenceEngine
 from kvcache.gguf import GgufFile
 
-__all__ = ["ENGINES", "IkLlamaText", "Plan", "measure_popular", "results_of", "rows_of", "verdicts_of"]
+__all__ = ["ENGINES", "IkLlamaText", "OpenVinoText", "Plan", "measure_popular", "results_of", "rows_of", "verdicts_of"]
 
 Tokens = npt.NDArray[np.uint32]
 Found = dict[str, list[float]]
@@ -81,7 +81,7 @@ class Text(Protocol):
         """Write K and V of the text `count` more times behind it."""
 
 
-class Ours:
+class Ours(Text):
     """The engine over a GGUF file, K and V in q8, activations in int8."""
 
     name = "kvcache"
@@ -122,7 +122,7 @@ class Ours:
         self._tokens = engine.begin(share)
 
 
-class LlamaText:
+class LlamaText(Text):
     """llama.cpp, as its server runs it: K and V in f16, flash attention."""
 
     api: type[LlamaApi] = LlamaApi
@@ -192,9 +192,6 @@ class OpenVinoText(OpenVino):
     """OpenVINO by its own clock."""
 
     name = "OpenVINO"
-
-    def __init__(self, path: Path, threads: int, room: int) -> None:
-        super().__init__(path, threads, room)
 
 
 ENGINES: dict[str, Any] = {

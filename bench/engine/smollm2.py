@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.engine.engine_rivals import LlamaCpp, availability
-from bench.engine.weight_rivals import RIVALS, OpenVino, measure_each
+from bench.engine.popular import OpenVinoText
+from bench.engine.weight_rivals import RIVALS, measure_each
 from bench.engine.weights import Ours as Engine
 from bench.support.common import Candidate, Result
 from bench.support.rates import Columns
@@ -61,7 +62,7 @@ def candidates(engine: Any, name: str, vocabulary: int = 30000) -> Iterable[tupl
         return np.concatenate([head, fresh(TAIL)])
 
     work, step = {"work": float(PREFILL)}, {"work": 1.0}
-    if isinstance(engine, OpenVino):  # by its own clock, over a new prompt each time
+    if hasattr(engine, "first_token"):  # by a clock of its own, over a new prompt each time
         engine.first_token(head)
         found = {
             "prefill": Candidate(name, seconds=lambda: engine.first_token(fresh(PREFILL)), facts=work),
@@ -120,7 +121,7 @@ def main(options: argparse.Namespace) -> int:
         builders |= {rival.name: partial(rival, path, threads) for rival in RIVALS}
         measure_each(builders.items(), candidates, results, threads, rounds)
         for what, result in results.items():
-            rivals = tuple(each for each in (LlamaCpp.name, OpenVino.name) if each in result.times)
+            rivals = tuple(each for each in (LlamaCpp.name, OpenVinoText.name) if each in result.times)
             unit = {"unit": "tokens/s", "scale": 1.0} if what in ("prefill", "decode") else {}
             columns = Columns(tuple(result.times), rivals=rivals, **unit)
             title = f"10. {TITLES[what]}, {path.stem}, {threads} thr"

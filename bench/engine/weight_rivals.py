@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.engine import engine_rivals
 from bench.engine.engine_rivals import ROOM, LlamaCpp, Rival, Tokens, Transformers
 from bench.engine.mistral_rs import MistralRs
-from bench.engine.popular import IkLlamaText
+from bench.engine.popular import IkLlamaText, OpenVinoText
 from bench.engine.shapes import Shape, values_of
 from bench.support.blas import set_threads
 from bench.support.checkpoints import Size, write_gguf
@@ -20,7 +19,7 @@ from bench.support.common import Candidate, Case, Result
 from bench.support.packed_files import quantise, write_packed
 from bench.support.tables import measured
 
-__all__ = ["COMMON_FILES", "GGUF_FILES", "RIVALS", "OpenVino", "measure_each", "write_files"]
+__all__ = ["COMMON_FILES", "GGUF_FILES", "RIVALS", "measure_each", "write_files"]
 
 GGUF_FILES = {  # llama.cpp's numbers of the file types
     "f16": 1, "q8_0": 7, "q4_0": 2, "q4_k_m": 15, "bf16": 32, "q6_k": 18, "q5_k_m": 17, "q3_k_m": 12, "q2_k": 10,
@@ -55,12 +54,6 @@ def write_files(size: Size | Shape, folder: Path, names: Sequence[str] = COMMON_
             return
 
 
-class OpenVino(engine_rivals.OpenVino):
-    """Its name in the tables of files."""
-
-    name = "OpenVINO"
-
-
 class IkLlama(Rival):
     """ik_llama.cpp with flash attention and float16 K and V; matrices as the file has them."""
 
@@ -86,11 +79,15 @@ class IkLlama(Rival):
         for _ in range(steps):
             token = self._text.extend(np.array([token], np.uint32))
 
+    def extend(self, tokens: Tokens) -> None:
+        """Run more tokens after the prompt."""
+        self._text.extend(tokens)
+
 
 # rival -> the files that it reads
 RIVALS: dict[Any, tuple[str, ...]] = {
-    LlamaCpp: tuple(GGUF_FILES), IkLlama: tuple(GGUF_FILES), MistralRs: tuple(GGUF_FILES), OpenVino: COMMON_FILES,
-    Transformers: ("f16",),
+    LlamaCpp: tuple(GGUF_FILES), IkLlama: tuple(GGUF_FILES), MistralRs: tuple(GGUF_FILES),
+    OpenVinoText: COMMON_FILES, Transformers: ("f16",),
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("bench.support.common")
 
-from bench.engine import mistral_rs, popular, shapes, turns
+from bench.engine import mistral_rs, popular, shapes, smollm2, turns
 from bench.engine.mistral_rs import MistralRs, letters_of
 from bench.engine.popular import (
     FAR,
@@ -26,12 +26,15 @@ from bench.engine.popular import (
     verdicts_of,
 )
 from bench.engine.shapes import POPULAR, values_of
+from bench.engine.weight_rivals import IkLlama
 from bench.serving import engines, llamacpp
 from bench.serving.measured import Measured
 from bench.serving.serve import run, shared
 from bench.support import packed_files
 from bench.support.checkpoints import vocabulary_of
+from bench.support.common import Case
 from bench.support.packed_files import write_packed
+from bench.support.tables import measured
 from kvcache.engine import InferenceEngine
 from kvcache.gguf import GgufFile
 
@@ -299,3 +302,18 @@ def test_turns_of_rivals(mistral, files, monkeypatch, capsys):
     monkeypatch.setitem(popular.ENGINES, "ik_llama.cpp", absent)
     assert turns.rival("ik_llama.cpp", path, 20, 2, 1) == {}
     assert "not measured: ik_llama.cpp (no module)" in capsys.readouterr().out
+
+
+def test_rivals_of_the_bench_of_smollm2(mistral, files, monkeypatch):
+    """Each is measured in every table: by its clock, or with a text that is cut back."""
+    monkeypatch.setattr(popular.IkLlamaText, "api", Cells)
+    for name, size in {"PREFILL": 16, "CONTEXT": 24, "STEPS": 2, "CACHED": 20, "TAIL": 4}.items():
+        monkeypatch.setattr(smollm2, name, size)
+    for rival in (MistralRs, IkLlama):
+        engine = rival(files["qwen3-4b"], 1)
+        found = {
+            what: measured(Case(what, lambda c=candidate: [c]), 1).times[rival.name]
+            for what, candidate in smollm2.candidates(engine, rival.name, 500)
+        }
+        assert set(found) == set(smollm2.TITLES)
+        assert all(len(times) == 1 and times[0] > 0 for times in found.values())

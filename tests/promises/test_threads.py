@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+from threads_at_once import together
 
 from kvcache import (
     CachedKvState,
@@ -26,27 +27,6 @@ from kvcache import (
 
 LAYERS, HEADS, GROUP, DIM, BLOCK = 2, 2, 2, 32, 8
 THREADS, ROUNDS = 8, 12
-
-
-def in_threads(work, count=THREADS):
-    """Run work(i) for all i in parallel. Raises the first error; fails if a thread does not end."""
-    errors, start = [], threading.Barrier(count)
-
-    def guarded(i):
-        try:
-            start.wait(timeout=300)
-            work(i)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(i,), daemon=True) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=300)
-        assert not thread.is_alive(), "a thread hangs"
-    if errors:
-        raise errors[0]
 
 
 def new_cache(num_blocks, dtype):
@@ -86,7 +66,7 @@ def test_as_in_a_serial_run(shared, dtype):
         for j in range(ROUNDS):
             assert (history(caches[i], 2 * i, (i, j)) == serial[i, j]).all()
 
-    in_threads(work)
+    together(work, count=THREADS)
     for cache in caches:
         cache.check()
         assert cache.num_sequences == 0
@@ -114,7 +94,7 @@ def test_prompts_in_one_prefix_kv_cache(dtype):
                 assert (target.get_keys(1) == i + 1).all()
                 assert (target.get_values(0) == 1 - i).all()
 
-    in_threads(work)
+    together(work, count=THREADS)
     cache.check()
     stats = cache.stats()
     assert stats.hits + stats.misses == THREADS * 4 * ROUNDS
@@ -134,7 +114,7 @@ def test_prompts_in_one_prefix_cache():
                 prefill.store_blocks(text, start, pairs)
             prefill.release_session(session)
 
-    in_threads(work)
+    together(work, count=THREADS)
     prefill.cache.check()
     assert prefill.cache.pinned_blocks == 0
 
@@ -150,7 +130,7 @@ def test_layers_of_one_manager():
                 assert (keys == i + 1).all()
             manager.evict(48)
 
-    in_threads(work)
+    together(work, count=THREADS)
     manager.check()
     assert len(manager) <= 64
     assert len(manager.layers) == THREADS
@@ -166,7 +146,7 @@ def test_one_live_cache():
             handle.advance()
             handle.check()
 
-    in_threads(work)
+    together(work, count=THREADS)
     assert cache.seq_len == 100 * THREADS
 
 
@@ -205,7 +185,7 @@ def test_evictions_and_forks_under_attention():
         finally:
             users.release()
 
-    in_threads(work)
+    together(work, count=THREADS)
     cache.check()
     assert cache.num_sequences == 0
     assert cache.free_block_count == cache.total_blocks

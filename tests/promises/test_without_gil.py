@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+from threads_at_once import together
 
 from kvcache import InvalidOperationError, PagedKvCache, PrefixCache
 from kvcache.core.locks import CallLock
@@ -30,27 +31,6 @@ with kvcache.BatchEngine.from_pretrained(DIRECTORY) as engine:
     assert len(engine.submit([1, 2, 3], SamplingParams(max_tokens=4)).result()) == 4
 print(sys._is_gil_enabled())
 """
-
-
-def together(*works, count=THREADS):
-    """Run each work `count` times, all at once; raise the first error."""
-    errors, start = [], threading.Barrier(len(works) * count)
-
-    def run(work, number):
-        try:
-            start.wait(timeout=60)
-            work(number)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(work, i), daemon=True) for work in works for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-        assert not thread.is_alive(), "a thread hangs"
-    if errors:
-        raise errors[0]
 
 
 @pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python has a GIL")

@@ -7,7 +7,7 @@ import anthropic
 import pytest
 from http_servers import MODEL, SAID, SCHEMA, TALK, Served, answer, post, tiny_file, tools_template
 from peft_folders import modules_of, write_adapter
-from places import GOLDEN
+from windowed_networks import windowed
 
 from kvcache import BatchEngine
 from kvcache.engine.edits import CLEARED
@@ -365,9 +365,9 @@ def test_a_text_with_an_adapter_has_no_masks(served, tmp_path):
             client.create(**more, max_tokens=1, context_management=MASKED)
 
 
-def test_a_network_with_windows_masks_nothing(tmp_path):
-    engine = BatchEngine.from_pretrained(GOLDEN / "gemma2", num_blocks=40)
-    with pytest.raises(ValueError, match="kvcache_mode: expected recompute with layers that have a window, got 'mask'"):
+def test_a_network_with_chunks_masks_nothing():
+    engine = BatchEngine(windowed("chunks"), num_blocks=40)
+    with pytest.raises(ValueError, match="mode: expected recompute with layers that attend within chunks, got 'mask'"):
         ServedModel(engine, MODEL, edit_masks=True)
 
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 from chat_folders import chat_folder
 from http_servers import MODEL, TALK, Served, answer, post, tiny_file
-from places import GOLDEN
 from state_networks import StateNetwork
+from windowed_networks import windowed
 
 import kvcache
 from kvcache import BatchEngine
@@ -487,11 +487,16 @@ def test_segments_stand_in_the_text_as_they_are():
         text_of(body_of("{{ m.role }}:{{ m.content }};"), (), talk, segments=apart)
 
 
-def test_a_network_with_windows_has_no_segments(tmp_path):
+def test_networks_with_windows_have_segments_and_those_with_chunks_none(tmp_path):
     path = tiny_file(tmp_path)
-    engine = BatchEngine.from_pretrained(GOLDEN / "gemma3", num_blocks=64)
-    engine._text = BatchEngine.from_pretrained(path, num_blocks=64)._text
-    model = ServedModel(engine, MODEL)
-    made = model.complete({"model": MODEL, "max_tokens": 1} | talk(KINDS[0]), None, chat=True)
-    with pytest.raises(ValueError, match="segments: expected None with layers that have a window"):
-        model.queued(made, Threads(), 9.0)
+    for name in ("gemma3", "chunks"):
+        engine = BatchEngine(windowed(name), num_blocks=64)
+        engine._text = BatchEngine.from_pretrained(path, num_blocks=64)._text
+        model = ServedModel(engine, MODEL)
+        made = model.complete({"model": MODEL, "max_tokens": 1} | talk(KINDS[0]), None, chat=True)
+        if name == "chunks":
+            with pytest.raises(ValueError, match="segments: expected None with layers that attend within chunks"):
+                model.queued(made, Threads(), 9.0)
+            continue
+        (request,) = model.queued(made, Threads(), 60.0).requests
+        assert len(request.completions()[0].segments) == len(made.prompts[0].segments) > 0
