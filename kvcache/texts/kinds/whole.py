@@ -176,8 +176,8 @@ class WholeLayers(PartLayers):
     # -- reports --------------------------------------------------------------------------------------------
 
     def positions(self, text: Text, index: int, layer: int, head: int | None) -> NDArray[np.int64]:
-        own = np.arange(text.base, text.base + text.computed)
-        return own if text.prefix is None else np.concatenate([text.prefix.positions(layer, head), own])
+        own = text.places_of(0, text.computed)
+        return own if text.prefix is None else np.sort(np.concatenate([text.prefix.positions(layer, head), own]))
 
     def check(self, texts: Sequence[Text], index: int) -> None:
         cache = self.cache

@@ -373,7 +373,8 @@ class WindowLayers(PartLayers):
     # -- reports --------------------------------------------------------------------------------------------
 
     def positions(self, text: Text, index: int, layer: int, head: int | None) -> NDArray[np.int64]:
-        own = np.arange(self.first_of(text, index), text.computed) + text.base
+        first = self.first_of(text, index)
+        own = text.places_of(first, text.computed - first)
         parts = [self._seen.stored[each][1] for each in text.places[index].parts if each != MISSING]
         return np.sort(np.concatenate([*parts, own])) if parts else own
 
