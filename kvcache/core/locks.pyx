@@ -21,7 +21,7 @@ cdef extern from "pythread.h" nogil:
     PyLockStatus PyThread_acquire_lock_timed(PyThread_type_lock, long long microseconds, int interruptible)
 
 # The lock that this thread took last of those that it holds.
-# Any thread may read who owns a lock, to compare it with itself: what another one writes meanwhile never is.
+# A thread compares the owner of a lock with itself alone: the number of another thread, written meanwhile, differs too.
 cdef extern from *:
     """
     static _Thread_local void *kvc_innermost_lock = NULL;
@@ -183,13 +183,14 @@ cdef class CallLock:
                 except IndexError:    # without the GIL, the thread that has the lock now may settle it too
                     break
                 behind.settle()
-            kvc_order_with_others()    # either this thread finds what another one has queued just now,
+            # This thread finds what another one has queued just now, or that one, in `settle`, finds the lock free.
+            kvc_order_with_others()
             if KVC_FREE_THREADS and <Py_ssize_t>len(self.dues) > left:
                 self.settle()
         return 0
 
     cdef int settle(self) except -1:
-        kvc_order_with_others()        # or that one finds the lock free
+        kvc_order_with_others()    # see `leave`
         if not self.is_inside() and self.take(False):
             self.leave()
         return 0

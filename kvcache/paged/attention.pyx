@@ -319,7 +319,7 @@ cdef class SequenceAttention:
                             ("mask", sequences.parents), ("tokens", sequences.tokens), ("firsts", sequences.firsts)):
             if value is not None:
                 lengths = f"residual_length {self.residual.length} and first_tokens {self.residual.firsts}"
-                got = short(value.tolist() if name in ("starts", "mask", "tokens", "firsts") else value)
+                got = short(value.tolist() if isinstance(value, np.ndarray) else value)
                 raise ValueError(f"{name}: expected None with {lengths}, got {got}")
         return 0
 

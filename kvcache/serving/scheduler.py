@@ -214,7 +214,7 @@ class Scheduler:
             return False
         if len(self.running) < self._max_running:
             return True
-        if self._reads_f16:  # memory for such tokens is that of as many texts, and of one that has to run for these
+        if self._reads_f16:  # such tokens have memory for that many texts, and for one more that all of these wait for
             return first.key[1] < 0 and all(map(self.pool.lacking, self.running))
         return first.key[1] < 0 or self.num_running < self._max_running
 

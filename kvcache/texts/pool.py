@@ -312,7 +312,8 @@ class Pool:
         """Give a text the part of this number, whose cached text `other` has run."""
         assert text.prefix is not None, "it sees parts"
         part, gap = text.prefix.parts[number], text.prefix.gaps[number]
-        for i, group in sorted(self.part_groups, key=lambda each: each[0] == self._counted):  # which says what lacks
+        # The counted layers last: their place of the text says which parts it lacks.
+        for i, group in sorted(self.part_groups, key=lambda each: each[0] == self._counted):
             group.give_part(text, i, number, part, gap, other)
 
     def keep_whole(self, text: Text) -> None:

@@ -111,11 +111,13 @@ def test_it_is_a_masked_text(name):
         found = log_softmax(want)[np.arange(len(own) - 1), own[1:]]
         np.testing.assert_allclose(engine.score(own, prefix=prefix), found, atol=3e-4)
         engine.check()
-        whole = [i for i, each in enumerate(model.attention) if each.window is None]
-        assert not whole or engine.kept_positions(whole[0]).tolist() == [
-            *np.sort(np.concatenate([each.positions for each in prefix.parts])),
-            *range(base, base + len(own) - 1),
-        ]
+        behind = np.arange(prefix.num_tokens, base + len(own) - 1)
+        positions = np.sort(np.concatenate([*(part.positions for part in prefix.parts), prefix.places, behind]))
+        for layer, each in enumerate(model.attention):
+            kept = engine.kept_positions(layer)
+            near = positions if each.window is None else np.intersect1d(positions, kept)
+            assert kept.tolist() == near.tolist()
+            assert each.window is None or np.isin(positions[positions > positions[-1] + 1 - each.window], kept).all()
 
 
 def test_one_segment_is_the_plain_text_but_for_rounding(network):

@@ -148,6 +148,11 @@ class PartLayers(Layers):
         Blocks of counted layers are not asked for.
         """
 
+    def missing_texts(self, text: Text, start: CachedStart) -> dict[tuple[bytes, bytes], int]:
+        """The lengths of the cached texts that run before a text begins, by these texts: their parts are not held."""
+        parts = () if text.prefix is None else zip(text.prefix.parts, start.parts, strict=True)
+        return {part.key: len(part.tokens) for part, held in parts if held is None}
+
     def part_blocks(self, prefix: Behind | None) -> dict[tuple[bytes, bytes], int]:
         """The blocks that the cached texts of parts take, by these texts."""
         found = dict[tuple[bytes, bytes], int]()

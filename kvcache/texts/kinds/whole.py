@@ -79,10 +79,8 @@ class WholeLayers(PartLayers):
         parts = sum([self.blocks_for(len(each.tokens)) for prefix in behind for each in prefix.texts]) if behind else 0
         claimed = parts + len(start.blocks) + (tokens + texts * (self._most_drafts + size - 1)) // size + texts
         needed = -(-text.num_tokens // size) - found // size + texts
-        if None in start.parts and text.prefix is not None:
-            parts_held = zip(text.prefix.parts, start.parts, strict=True)
-            missing = {part.key: len(part.tokens) for part, held in parts_held if held is None}  # one may stand twice
-            needed += sum(map(self.blocks_for, missing.values()))
+        if None in start.parts:
+            needed += sum(map(self.blocks_for, self.missing_texts(text, start).values()))
         began = [each for each in running if each.seq_id >= 0]  # a pin takes no more
         promised = sum([-(-each.num_tokens // size) - -(-each.computed // size) for each in began])
         return self.has_blocks(self.cache, needed, claimed, promised)
@@ -178,8 +176,8 @@ class WholeLayers(PartLayers):
     # -- reports --------------------------------------------------------------------------------------------
 
     def positions(self, text: Text, index: int, layer: int, head: int | None) -> NDArray[np.int64]:
-        own = np.arange(text.base, text.base + text.computed)
-        return own if text.prefix is None else np.concatenate([text.prefix.positions(layer, head), own])
+        own = text.places_of(0, text.computed)
+        return own if text.prefix is None else np.sort(np.concatenate([text.prefix.positions(layer, head), own]))
 
     def check(self, texts: Sequence[Text], index: int) -> None:
         cache = self.cache

@@ -125,9 +125,8 @@ class WindowLayers(PartLayers):
         most = self._most_of(sys.maxsize)
         needed = min(-(-text.num_tokens // size) - first, most) - (found // size - first) + spare
         claimed = len(start.blocks) + spare * (most + 1)
-        if None in start.parts and text.prefix is not None:  # those texts run before it, one after another at least
-            taken, parts = self.part_blocks(text.prefix), zip(text.prefix.parts, start.parts, strict=True)
-            missing = {part.key: len(part.tokens) for part, held in parts if held is None}
+        if None in start.parts:  # those texts run before it, one after another at least
+            taken, missing = self.part_blocks(text.prefix), self.missing_texts(text, start)
             needed += sum(taken[key] for key in missing) + self._most_of(max(missing.values()))
         for each in (*running, text):
             if each.prefix is not None and each.prefix.parts:
@@ -374,7 +373,8 @@ class WindowLayers(PartLayers):
     # -- reports --------------------------------------------------------------------------------------------
 
     def positions(self, text: Text, index: int, layer: int, head: int | None) -> NDArray[np.int64]:
-        own = np.arange(self.first_of(text, index), text.computed) + text.base
+        first = self.first_of(text, index)
+        own = text.places_of(first, text.computed - first)
         parts = [self._seen.stored[each][1] for each in text.places[index].parts if each != MISSING]
         return np.sort(np.concatenate([*parts, own])) if parts else own
 
