@@ -213,9 +213,9 @@ class ChatEngine:
         write: Callable[[Any], str],
     ) -> ChatPrompt:
         """The prompt of messages, of which some parts are segments; see `chat_prompt`."""
-        features, most = self._limits()
-        expect("segments", names, features)
-        text, said = write(messages), [text_of_content(each) for each in messages]
+        (features, most), said = self._limits(), [text_of_content(each) for each in messages]
+        expect("segments", [said[each.message][each.start : each.stop] for each in spans], features)
+        text = write(messages)
         places = [place for span in spans for place in segment_places(span, said[span.message])]
         found = located(write, text, messages, dict(enumerate(places)))
         cuts = cuts_of(spans, said, text, [found.get(number) for number in range(len(places))])

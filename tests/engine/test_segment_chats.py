@@ -135,7 +135,8 @@ def test_what_is_no_chat_with_segments_is_refused_by_name(folder, tmp_path):
         (lambda: engine.chat([{"role": "user", "content": [{"text": "a", "segment": 1}]}]), TypeError, "segment: "),
         (lambda: engine.chat(TALK, segments=DOCUMENTS, link=-1), ValueError, "link"),
         (lambda: trimming.chat(TALK, segments=["\n a\n"]), ValueError, "messages: expected a chat template"),
-        (lambda: state.chat(TALK, segments=["a"]), ValueError, "segments: expected None with layers that keep a state"),
+        (lambda: state.chat(TALK, segments=["a"]), ValueError,
+         r"segments: expected None with layers that keep a state, got \['a'\]"),
     ):
         with pytest.raises(kind, match=words):
             call()
