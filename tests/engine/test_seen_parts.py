@@ -402,7 +402,7 @@ def test_windows_grow_for_many_segments(network):
 
 
 def test_windows_of_several_sizes_grow_within_one_limit(network):
-    """Those of a batch, and of a prefix cache by its own limit: all of them at once have no more bytes."""
+    """A batch, and a prefix cache with a limit of its own, have no more bytes, all windows counted."""
     prefix, again = SeenParts.of_segments(HEAD, [tokens(45) for _ in range(9)], 16)
     own = np.concatenate([again, QUESTION])
 
