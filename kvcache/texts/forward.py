@@ -66,8 +66,11 @@ class Forward:
         own = name_of_space(space)
         return name_of_adapted(own if self.regime_of is None else own[1])
 
-    def run(self, pieces: Sequence[tuple[Text, int, int]]) -> list[Float32]:
+    def run(self, pieces: Sequence[tuple[Text, int, int]], again: bool = True) -> list[Float32]:
         """Run pieces of one regime and one `head`, `(text, its next tokens, rows of logits)`: those of the last tokens.
+
+        Args:
+            again: whether they may run a second time, in the room of cached prefixes that have left a full disk.
 
         Returns:
             For each piece its logits, float32 `(rows, vocab_size)`; without `head` its rows `(rows, hidden_size)`.
@@ -110,8 +113,11 @@ class Forward:
             places = places | {"hidden": hidden}
         try:
             logits = self._model.forward(tokens, positions, attend, wanted, **places)
-        except SpillError:
+        except SpillError as error:
+            frees = not all(each.is_empty for each in self.pool.prefixes)
             self.pool.clear()  # what is cached may have the same pages
+            if again and frees and error.is_full and all(self.pool.nearest(t, t.computed) == t.computed for t in texts):
+                return self.run(pieces, again=False)
             raise
         width = self._vocab_size if texts[0].head else self._width
         expected = (len(tokens) if isinstance(wanted, str) and wanted == "all" else len(rows), width)

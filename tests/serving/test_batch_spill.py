@@ -170,6 +170,35 @@ def test_cached_prefixes_leave_a_full_disk_before_a_text_ends(rng, network, tmp_
     cached.check()
 
 
+def test_a_pass_that_finds_a_full_disk_runs_again_once_cached_prefixes_have_left(rng, network, tmp_path, monkeypatch):
+    prompts = [rng.integers(0, network.config.vocab_size, 60).astype(np.uint32) for _ in range(2)]
+    engine = spilling(tmp_path, network, share=0.5, draft=None, clock=Clock(), residual_length=0, sparse_tokens=16)
+    alone = Alone(network, residual_length=0, sparse_tokens=16)
+    first, failed, forward = engine.submit(prompts[0], PARAMS), [], network.forward
+    run(engine)
+    same(first.completions()[0], alone(prompts[0], PARAMS))
+    right = alone(prompts[1], PARAMS)
+
+    def fails_once(*arguments, **options):
+        if len(failed) < most:
+            failed.append(SpillError("folder", 0, 0, "room", True))
+            raise failed[-1]
+        return forward(*arguments, **options)
+
+    monkeypatch.setattr(network, "forward", fails_once)
+    most = 1
+    request = engine.submit(prompts[1], PARAMS)
+    run(engine)
+    same(request.completions()[0], right)
+    most = 3  # this text has cached what leaves for the first failure; the next one is told
+    request = engine.submit(prompts[0], PARAMS)
+    run(engine)
+    with pytest.raises(SpillError):
+        request.result()
+    assert len(failed) == 3
+    settled(engine)
+
+
 def test_what_cannot_be_honoured_is_named(network, tmp_path):
     for kind in (InferenceEngine, BatchEngine):
         with pytest.raises(ValueError, match="spill: expected a folder, got an empty name"):
