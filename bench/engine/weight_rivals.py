@@ -32,7 +32,7 @@ COMMON_FILES = ("f16", "q8_0", "q4_0", "q4_k_m")  # OpenVINO reads these
 def write_files(size: Size | Shape, folder: Path, names: Sequence[str] = COMMON_FILES) -> None:
     """Write the random network as f16 and, with llama.cpp, in packed types; files that are there are kept.
 
-    Of a large network only the named files are written, which needs llama.cpp.
+    For a large network only the named files are written; llama.cpp packs them.
 
     Args:
         names: those of `GGUF_FILES`.

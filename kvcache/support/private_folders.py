@@ -22,7 +22,7 @@ def expect_private(status: os.stat_result, path: str, expected: str, shared: boo
         expected: what the message says is expected.
         shared: whether it may belong to anybody, and a group may write to it.
     """
-    if os.name == "nt":  # no mode tells who may write
+    if os.name == "nt":  # a mode says nothing about other users there
         if shared:
             return
         raise PermissionError(f"{path}: expected {expected}, got a folder of Windows, whose access list is not read")

@@ -59,8 +59,8 @@ class DirectoryTier:
 
     Whoever can write to the directory can delete values. Without `secret` it must belong to this user, or to root, and
     nobody else may write to it. With `secret` it may belong to another user, and a group may share it: a directory of
-    mode 2770 gives the group every file. One that everybody can write to is refused. On Windows, where modes do not
-    tell who may write, `secret` must be given, and files have the access list of the directory.
+    mode 2770 gives the group every file. One that everybody can write to is refused. On Windows modes say
+    nothing about other users: `secret` must be given, and files get the access list of the directory.
 
     Args:
         path: made if it is missing, readable by its owner alone.

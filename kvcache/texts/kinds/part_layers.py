@@ -81,7 +81,10 @@ class PartLayers(Layers):
         return 0
 
     def hold_end(self, tokens: Tokens, gap: int, space: Any, held: ExitStack) -> CachedStart | None:
-        """Hold what is needed of a cached text, until `held` closes; None: it is not there."""
+        """Hold what is needed of a cached text, until `held` closes; None: it is not there.
+
+        Layers of which the index holds all tokens are never asked.
+        """
         raise NotImplementedError("the index has all of it")
 
     def keep_end(self, text: Text, index: int) -> None:
