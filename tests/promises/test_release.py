@@ -4,6 +4,7 @@ import importlib.util
 import os
 import re
 import sys
+import zipfile
 from importlib.machinery import SourceFileLoader
 
 import pytest
@@ -121,6 +122,41 @@ def test_a_build_is_told_where_it_will_run(wheels, tmp_path, monkeypatch):
         exec((tmp_path / "settings" / f"{platform.tag}-3.12" / "_sysconfigdata_target.py").read_text(), names)
         assert f"-target {platform.target}" in names["build_time_vars"]["CC"]
         assert platform.suffix in names["build_time_vars"]["EXT_SUFFIX"]
+
+
+def test_a_wheel_has_each_file_of_the_sources_once(wheels, tmp_path):
+    """What was built of a source that is gone, a linker's own file and a module of another Python stay out."""
+    package, built = tmp_path / "kvcache", tmp_path / "build" / "any" / "lib.any" / "kvcache"
+    for folder in (package / "support", package / "server", package / "demo", built / "support"):
+        folder.mkdir(parents=True)
+    for name in ("__init__.py", "heap.pyx", "heap.pyi", "py.typed", "server/page.html", "demo/README.md", "guide.md"):
+        (package / name).touch()
+    for name in ("__init__.py", "gone.py", "heap.cpython-314-x.so", "gone.cpython-314-x.so", "heap.lib"):
+        (built / name).touch()
+    (built / "support" / "cython_runtime.cpython-314-x.so").touch()
+    wheels.remove_leftovers(tmp_path)
+    kept = {path.relative_to(built.parent).as_posix() for path in built.rglob("*") if path.is_file()}
+    modules = {"kvcache/heap.cpython-314-x.so", "kvcache/support/cython_runtime.cpython-314-x.so"}
+    assert kept == {"kvcache/__init__.py"} | modules
+
+    names = kept | {"kvcache/heap.pyi", *wheels.DATA, *(f"kvcache_cpu-1.dist-info/{name}" for name in wheels.ABOUT)}
+    file = tmp_path / "kvcache_cpu-1-cp314-cp314-any.whl"
+    for less, more, wrong in (
+        ((), (), None),
+        (("kvcache/heap.pyi",), (), r"without \['kvcache/heap.pyi'\]"),
+        (("kvcache/heap.cpython-314-x.so",), (), r"without \['kvcache/heap.pyx'\]"),
+        (("kvcache/heap.cpython-314-x.so",), ("kvcache/heap.cpython-314t-x.so",), "modules of one Python"),
+        ((), ("kvcache/heap.cpython-314t-x.so",), "each file of the sources once, got"),
+        ((), ("kvcache/heap.lib",), r"with \['kvcache/heap.lib'\]"),
+    ):
+        with zipfile.ZipFile(file, "w") as archive:
+            for name in sorted({*names, *more} - {*less}):
+                archive.writestr(name, "")
+        if wrong is None:
+            wheels.check_contents(file, tmp_path)
+        else:
+            with pytest.raises(SystemExit, match=wrong):
+                wheels.check_contents(file, tmp_path)
 
 
 def test_no_page_says_that_an_index_has_it():
