@@ -125,7 +125,7 @@ def test_a_build_is_told_where_it_will_run(wheels, tmp_path, monkeypatch):
 
 
 def test_a_wheel_has_each_file_of_the_sources_once(wheels, tmp_path):
-    """What was built of a source that is gone, a linker's own file and a module of another Python stay out."""
+    """A module of a source that is gone, a linker's own file and a module of another Python stay out."""
     package, built = tmp_path / "kvcache", tmp_path / "build" / "any" / "lib.any" / "kvcache"
     for folder in (package / "support", package / "server", package / "demo", built / "support"):
         folder.mkdir(parents=True)
