@@ -124,6 +124,33 @@ def test_a_build_is_told_where_it_will_run(wheels, tmp_path, monkeypatch):
         assert platform.suffix in names["build_time_vars"]["EXT_SUFFIX"]
 
 
+def test_an_environment_is_of_what_it_requires(wheels, tmp_path, monkeypatch):
+    monkeypatch.setattr(wheels, "WORK", tmp_path)
+    monkeypatch.chdir(PROJECT)
+    ran = []
+
+    def run(*command, **options):
+        ran.append(command)
+        if "venv" in command:
+            command[-1].mkdir()
+        return python
+
+    monkeypatch.setattr(wheels, "run", run)
+    for python, more, made in (
+        ("3.14.6", ("ziglang",), True),
+        ("3.14.6", ("ziglang",), False),
+        ("3.14.6", ("ziglang", "twine"), True),
+        ("3.14.7", ("ziglang", "twine"), True),
+        ("3.14.7", ("ziglang", "twine"), False),
+    ):
+        ran.clear()
+        wheels.environment_of("tools", "python3", *more)
+        installed = [command for command in ran if "install" in command]
+        assert len(installed) == made, (python, more)
+        assert all({"build", *more} < {*command} for command in installed)
+        assert {path.name for path in (tmp_path / "tools").iterdir()} == {"ready"}
+
+
 def test_a_wheel_has_each_file_of_the_sources_once(wheels, tmp_path):
     """A module of a source that is gone, a linker's own file and a module of another Python stay out."""
     package, built = tmp_path / "kvcache", tmp_path / "build" / "any" / "lib.any" / "kvcache"
