@@ -36,7 +36,7 @@ def attended(cache, rng, layer, seqs, lens, dim=64):
 
 @pytest.mark.parametrize("formats", NEIGHBOURS)
 def test_random_calls_have_the_bits_of_memory(rng, two_threads, tmp_path, monkeypatch, formats):
-    """Sequences that grow, share, are cut and end, with a tenth of the bytes in memory; one pair as on other systems."""
+    """Sequences that grow, share, are cut and end, with a tenth of the bytes in memory; one as on other systems."""
     if formats == NEIGHBOURS[0]:
         monkeypatch.setattr("kvcache.support.spill_file.DIRECT", 0)
         monkeypatch.setattr("kvcache.support.spill_file.UNNAMED", 0)
