@@ -38,7 +38,7 @@ Tokens = npt.NDArray[np.uint32]
 Found = dict[str, list[float]]
 PROMPT, NEAR, STEPS, TURN, NEW = "prompt", "near", 16, "turn", 64
 FAR = "far"
-COLUMNS = PROMPT, NEAR, FAR, TURN
+COLUMNS = PROMPT, NEAR, TURN, FAR  # in the order in which they are measured: the longest comes last
 
 
 class Plan(NamedTuple):
@@ -253,7 +253,7 @@ class Measurement:
             TimeoutError: a long text would take too long.
         """
         by_clock = isinstance(self._engine, (Streamed, OpenVino))
-        for column in sorted(columns, key=[*self._plan.titles()].index):
+        for column in sorted(columns, key=COLUMNS.index):
             if column == FAR and (by_clock or not self._repeats):
                 self._check_time(known)
             known = known | {column: self._by_clock(column) if by_clock else self._by_text(column)}

@@ -148,17 +148,18 @@ def test_columns_before_a_failure_are_kept(files, tmp_path, monkeypatch, capsys)
     """A later run measures what is missing alone."""
     kept, path, one = tmp_path / "found.json", files["qwen35-4b"], ["kvcache"]
     hurried = PLAN._replace(patience=0.0)
-    found, reasons = measure_popular(one, path, 512, 1, hurried, 60.0, Measured(kept), [PROMPT, FAR])
-    assert (list(found["kvcache"]), reasons) == ([PROMPT], {"kvcache": "TimeoutError: 32 tokens take more than 0 s"})
-    assert rows_of(found, PLAN, reasons)[1][0][2] == reasons["kvcache"]
+    found, reasons = measure_popular(one, path, 512, 1, hurried, 60.0, Measured(kept))
+    assert list(found["kvcache"]) == [PROMPT, NEAR, TURN]
+    assert reasons == {"kvcache": "TimeoutError: 32 tokens take more than 0 s"}
+    assert rows_of(found, PLAN, reasons)[1][0][3] == reasons["kvcache"]
     asked = []
     monkeypatch.setattr(
         popular, "values_within", lambda *arguments: asked.append(arguments[-2:]) or iter([(FAR, [1.0])])
     )
-    again, reasons = measure_popular(one, path, 512, 1, PLAN, 60.0, Measured(kept), [PROMPT, FAR])
+    again, reasons = measure_popular(one, path, 512, 1, PLAN, 60.0, Measured(kept))
     assert (again, reasons) == ({"kvcache": {**found["kvcache"], FAR: [1.0]}}, {})
     assert asked[0][0] == [FAR]
-    assert measure_popular(one, path, 512, 1, PLAN, 60.0, Measured(kept), [PROMPT, FAR]) == (again, {})
+    assert measure_popular(one, path, 512, 1, PLAN, 60.0, Measured(kept)) == (again, {})
     assert len(asked) == 1
 
 
