@@ -1,10 +1,12 @@
 """Networks that people run, and the rivals of benches, without their packages."""
 
+import json
 import os
 import sys
 import time
 from itertools import pairwise
 from math import prod, sqrt
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,6 +31,7 @@ from bench.engine.popular import (
     verdicts_of,
 )
 from bench.engine.shapes import POPULAR, values_of
+from bench.engine.vllm_cpu import VllmFour, VllmHalf
 from bench.engine.weight_rivals import IkLlama
 from bench.serving import engines, llamacpp
 from bench.serving.measured import Measured
@@ -41,6 +44,8 @@ from bench.support.packed_files import write_packed
 from bench.support.tables import measured
 from kvcache.engine import InferenceEngine
 from kvcache.gguf import GgufFile
+from kvcache.networks.config import ModelConfig
+from kvcache.networks.gguf_config import network_of
 
 pytestmark = pytest.mark.one_build
 
@@ -321,6 +326,58 @@ def test_an_engine_of_texts(mistral, files):
     assert alone.text(np.array(spelled, np.uint32)) == "a ab\u00e9\ufffd"
     assert alone.first_token(np.array([5], np.uint32)) > 0
     assert alone.step(np.array([5], np.uint32), 6) > 0
+
+
+class VllmEngine:
+    """vLLM's engine: each step gives every request up to two tokens, of which a report has all so far."""
+
+    def __init__(self, arguments):
+        self.arguments, self.requests = arguments, {}
+        self.config = json.loads(Path(arguments.model, "config.json").read_text())
+        self.network = ModelConfig.from_dict(self.config)
+
+    def add_request(self, key, prompt, settings):
+        assert (settings.temperature, settings.ignore_eos) == (0.0, True)
+        assert len(prompt["prompt_token_ids"]) + settings.max_tokens <= self.arguments.max_model_len
+        self.requests[key] = [0, settings.max_tokens]
+
+    def has_unfinished_requests(self):
+        return bool(self.requests)
+
+    def step(self):
+        for key, (done, most) in list(self.requests.items()):
+            self.requests[key][0] = done = min(done + 2, most)
+            if done == most:
+                del self.requests[key]
+            yield SimpleNamespace(request_id=key, outputs=[SimpleNamespace(token_ids=[7] * done)])
+
+
+def test_vllm_over_the_sizes_of_a_file(files, monkeypatch):
+    """It reads a config.json of the same network, and its tokens are timed as they come."""
+    made = SimpleNamespace(from_engine_args=VllmEngine)
+    library = SimpleNamespace(EngineArgs=SimpleNamespace, LLMEngine=made, SamplingParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm", library)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    if not hasattr(os, "sched_getaffinity"):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
+        monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None, raising=False)
+    for path in files.values():
+        engine = VllmHalf(path, 3, 100)
+        read = engine._requests._engine
+        assert read.network == network_of(GgufFile(path))
+        assert read.config["architectures"] == [read.network.architecture]
+        assert (read.arguments.load_format, read.arguments.max_model_len) == ("dummy", 100)
+        assert len(list(engine.times(np.arange(90, dtype=np.uint32), 5))) == 5
+        assert engine.step(np.arange(90, dtype=np.uint32), 4) >= 0
+        assert engine.first_token(np.arange(99, dtype=np.uint32)) > 0
+    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0-2"
+    assert VllmFour(path, 3, 100)._requests._engine.config["quantization_config"]["bits"] == 4
+    monkeypatch.setattr(engines.Network, "folder", path.parent)
+    (path.parent / "config.json").write_text(json.dumps(read.config))
+    many = engines.Vllm(engines.Network(path, "x", path.parent), 4096, 31, 2, 1)
+    served = run(many, shared(np.random.default_rng(0), 3, (20, 4, 7)))
+    assert served.answers == [[7] * 7] * 3
+    many.close()
 
 
 def test_an_engine_that_fails_ends_the_run(mistral, files, monkeypatch):
