@@ -134,7 +134,13 @@ def test_one_segment_is_the_plain_text_but_for_rounding(network):
 # -- its bits ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*FORMATS, *WINDOWED])
+# Where builds check: one in blocks and one with windows. The others differ in kernels, which tests/kernels runs.
+CHECKED = ("q4", "gemma3")
+OTHERS = [name for name in (*FORMATS, *WINDOWED) if name not in CHECKED]
+NAMES = [*CHECKED, *(pytest.param(name, marks=pytest.mark.one_build) for name in OTHERS)]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_bits_depend_on_the_request_alone(network, name, tmp_path):
     """Cold, warm, other orders first, in pieces, in batches, on threads, preempted, from a file and from a tier."""
     folder, dtype = WINDOWED.get(name, (None, name))

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from format_pairs import NEIGHBOURS
+from pace import FAST
 from posix_modules import needs_posix, resource
 
 from kvcache import PagedKvCache
@@ -42,7 +43,7 @@ def test_random_calls_have_the_bits_of_memory(rng, two_threads, tmp_path, monkey
         monkeypatch.setattr("kvcache.support.spill_file.UNNAMED", 0)
     caches = pair_of_caches(tmp_path, 0.1, key_dtype=formats[0], value_dtype=formats[1])
     lens, seed = {}, 0
-    for step in range(30):
+    for step in range(12 if FAST else 30):
         seed += 1
         do = rng.integers(6)
         if do == 0 and lens:

@@ -31,6 +31,8 @@ from kvcache.demo import DIRECTORY
 from kvcache.sampling.text_stream import TextStream
 from kvcache.serving import Histogram
 
+pytestmark = pytest.mark.one_build
+
 PROMPTS = prompts(0, 8, 40)
 LONG = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=400)
 
