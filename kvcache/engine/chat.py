@@ -438,7 +438,20 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
     for message in found:
         if not isinstance(message.get("role"), str):
             raise ValueError(f'messages: expected a "role" in each, a text, got {short(message.get("role"))}')
+        _expect_content(message)
     return found
+
+
+_SPEAKERS = ("system", "developer", "user", "assistant")  # other roles have contents as their templates say
+
+
+def _expect_content(message: dict[str, Any]) -> None:
+    """Refuse a content that no template writes; some write objects as results of tools. An answer may have none."""
+    role, content = message["role"], message.get("content")
+    if isinstance(content, (bool, int, float)) or (isinstance(content, dict) and role in _SPEAKERS):
+        raise TypeError(f'messages: expected a "content" of text or parts, got {short(content)}')
+    if role in _SPEAKERS and role != "assistant" and "content" not in message:
+        raise ValueError(f'messages: expected a "content" beside the role {role}, got none')
 
 
 # A template that asks whether a content is none knows contents of none; one that has a loop over it knows lists of
@@ -482,15 +495,15 @@ def _with_contents(template: str, message: dict[str, Any]) -> dict[str, Any]:
 
     Arguments of calls, texts of JSON as interfaces have them, are objects unless the template takes texts.
 
-    Content: none is an empty text, but beside calls where the template knows none; a list of parts is their text,
-    unless the template knows parts.
+    Content: none, or none in an answer, is an empty text, but beside calls where the template knows none; a list of
+    parts is their text, unless the template knows parts.
     """
     kept = {key: value for key, value in message.items() if value is not None}
     if isinstance(calls := message.get("tool_calls"), list) and _takes_objects(template):
         kept["tool_calls"] = [with_arguments(call, _object_of) for call in calls]
-    if "content" not in message:
+    if "content" not in message and message["role"] != "assistant":
         return kept
-    content = message["content"]
+    content = message.get("content")
     if content is None:
         content = None if calls and _has(template, _KNOWS_NONE) else ""
     elif isinstance(content, list) and not _has(template, _KNOWS_PARTS):

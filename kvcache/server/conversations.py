@@ -200,7 +200,8 @@ def tools_of(tools: Any, name: str) -> list[dict[str, Any]] | None:
         kind = tool.get("type") if isinstance(tool, dict) else None
         found = tool.get(kind) if kind in ("function", "custom") else None
         if not isinstance(found, dict):
-            message = f"{name}: expected tools of type function or custom, got {short(tool)}"
+            expected = f"a {kind} object beside its type" if kind in ("function", "custom") else "type function or custom"
+            message = f"{name}: expected {expected} in each, got {short(tool)}"
             raise BodyError(message, "unsupported_parameter")
         function_name(found.get("name"), name)
         if kind == "function":
