@@ -138,7 +138,7 @@ def _rotary_dim(values: Mapping[str, Any], config: Mapping[str, Any], family: Fa
 
 
 class _Asked(NamedTuple):
-    """What a rotary embedding is read from.
+    """The place of a rotary embedding in a configuration.
 
     Attributes:
         read: the entry of the embedding.
