@@ -129,6 +129,9 @@ cdef class CallLock:
         return self.level > other.level or (self.level == other.level and self.order < other.order)
 
     cdef int enter(self) except -1:
+        # Python 3.14 looks at signals between the call of `__enter__` and the block that ends with `__exit__`. One that
+        # is handled there leaves the lock taken, so those that have come are handled here.
+        PyErr_CheckSignals()
         self.take(True)
         if self.torn or self.dues:    # left over from earlier calls
             try:

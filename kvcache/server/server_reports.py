@@ -113,7 +113,7 @@ class ServerReports:
         adapters = sum((slot.adapters.requests.copy() for slot in self._models.all), Counter[str]())
         adapters.update(dict.fromkeys((name for slot in self._models.all for name in ("", *slot.adapters)), 0))
         return expositions(
-            found, http_responses=("status", self.statuses), model_loads=("model", loads),
+            found, http_responses=("status", self.statuses.copy()), model_loads=("model", loads),
             adapter_requests=("adapter", adapters),
         ) + process_metrics()
 

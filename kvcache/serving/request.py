@@ -84,7 +84,7 @@ class Pending:
     def __init__(self, steps: Stepping, works: Sequence[Work]) -> None:
         self._steps, self.works = steps, tuple(works)
         self._waiters: deque[Callable[[], None]] = deque()  # of threads
-        self._calls: deque[tuple[asyncio.AbstractEventLoop, Callable[[], None]]] = deque()  # in event loops
+        self._calls: list[tuple[asyncio.AbstractEventLoop, Callable[[], None]]] = []  # in event loops, which add to it
 
     @property
     def is_finished(self) -> bool:
@@ -167,8 +167,7 @@ class Pending:
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(_call_all, due)
         for each, calls in found:  # not before: an interrupt leaves nobody waiting
-            for _ in calls:
-                each._calls.popleft()
+            del each._calls[: len(calls)]
 
 
 def _call_all(calls: Iterable[Callable[[], None]]) -> None:
@@ -185,7 +184,7 @@ class _Turns:
     """
 
     def __init__(
-        self, calls: deque[tuple[asyncio.AbstractEventLoop, Callable[[], None]]], take: Callable[[], bool]
+        self, calls: list[tuple[asyncio.AbstractEventLoop, Callable[[], None]]], take: Callable[[], bool]
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._calls, self._take, self._ended = calls, take, self._loop.create_future()

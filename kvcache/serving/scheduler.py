@@ -116,7 +116,8 @@ class Scheduler:
         if work.key[1] not in self.works:
             return
         if work.reason is None:
-            work.__dict__.update(reason=reason, error=error, trace=getattr(error, "__traceback__", None))
+            # In one step; the reason last: a thread that sees it without the lock finds the error too.
+            work.__dict__.update(trace=getattr(error, "__traceback__", None), error=error, reason=reason)
         if self.arrivals is not None:
             self.arrivals.ended(work)
         if isinstance(work, SeenText):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from _thread import TIMEOUT_MAX, allocate_lock, start_new_thread
+from _thread import TIMEOUT_MAX, allocate_lock, get_ident, start_new_thread
 from collections.abc import Hashable, Sequence
 from itertools import takewhile
 from queue import SimpleQueue
@@ -136,20 +136,19 @@ class Reader:
     def __init__(self, links: Sequence[Link]) -> None:
         self._links = links
         self._queue: SimpleQueue[Lookup | None] = SimpleQueue()
-        self._process = -1  # in which the thread runs
+        self._threads: dict[int, int] = {}  # the thread of each process: of threads that begin at once, the first one
         self._closed = False
         self._began: float | None = None  # when the running call of a tier began
 
     def submit(self, lookup: Lookup) -> bool:
         """Run a lookup; False if too many wait, or a call of a tier takes long."""
         began = self._began
-        if self._process != os.getpid():  # a forked process has no thread of its parent
+        if os.getpid() not in self._threads:  # a forked process has no thread of its parent
             began = self._began = None
             try:
                 start_new_thread(self._run, ())
             except RuntimeError:  # the system has none left
                 return False
-            self._process = os.getpid()
         busy = began is not None and monotonic() - began > _PATIENCE
         if self._closed or busy or self._queue.qsize() >= _MOST_WAITING:
             return False
@@ -162,6 +161,8 @@ class Reader:
         self._queue.put(None)
 
     def _run(self) -> None:
+        if self._threads.setdefault(os.getpid(), get_ident()) != get_ident():
+            return
         while (lookup := self._queue.get()) is not None:
             try:
                 if not lookup.cancelled and not self._closed:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -40,6 +40,7 @@ logger = logging.getLogger("kvcache")
 GROUP_TOKENS = 64  # of a value, or one block where that is larger
 _MOST_KNOWN = 1 << 17  # groups whose uses are remembered
 _MOST_NAMES = 1 << 10  # namespaces whose keys are
+_SENT, _WRONG = 1, 2  # a tier has or gets a group; it has something else under its key
 
 Int32 = npt.NDArray[np.int32]
 Tokens = npt.NDArray[np.uint32]
@@ -47,11 +48,13 @@ Tokens = npt.NDArray[np.uint32]
 
 @dataclass(slots=True)
 class _Group:
-    """A group of tokens as far as it is known: how many requests had it, and which tiers have or get it, a bit each."""
+    """A group of tokens as far as it is known: how many requests had it, and what each tier has under its key.
 
+    Threads of tiers note what they learn, without a lock: each tier has a byte of its own.
+    """
+
+    tiers: bytearray
     uses: int = 0
-    sent: int = 0
-    wrong: int = 0  # tiers that have something else under its key
 
 
 class TierSource:
@@ -140,7 +143,7 @@ class TierSource:
             for group in absent:
                 self.lacks(lookup.keys[0][group], number)
             for group in lookup.present[number]:
-                self._group(lookup.keys[0][group]).sent |= 1 << number
+                self._group(lookup.keys[0][group]).tiers[number] = _SENT
         for number, group in lookup.wrong:
             self.wrong(lookup.keys[0][group], number)
 
@@ -152,13 +155,11 @@ class TierSource:
     def lacks(self, key: bytes, number: int) -> None:
         """Note that a tier has no value for a group."""
         if (known := self._known.get(key)) is not None:
-            known.sent &= ~(1 << number)
+            _lost(known, number)
 
     def wrong(self, key: bytes, number: int) -> None:
         """Note that a tier has something else under the key of a group."""
-        known = self._group(key)
-        known.sent &= ~(1 << number)
-        known.wrong |= 1 << number
+        self._group(key).tiers[number] = _WRONG
 
     def _keys(self, name: Hashable, tokens: Tokens) -> list[list[bytes]]:
         """The keys of all groups, for each tier."""
@@ -298,7 +299,8 @@ class TierSource:
                 stop = min(len(tokens) // self.format.group_tokens, len(pages) // self._pages)
                 tokens = tokens[: stop * self.format.group_tokens]
                 self.write(name, tokens, pages, range(stop), evicted=True)
-            return self._cached.exact and all(self._group(key).sent for key in self._keys(name, tokens)[0][:stop])
+            groups = map(self._group, self._keys(name, tokens)[0][:stop])
+            return self._cached.exact and all(_SENT in each.tiers for each in groups)
         except Exception:
             logger.warning("a text is not copied to the tiers", exc_info=True)
             return False
@@ -321,7 +323,7 @@ class TierSource:
             known.uses += not evicted
             numbers = [
                 number for number, link in enumerate(self._links)
-                if not known.sent >> number & 1 and (evicted or known.uses >= link.after_uses)
+                if known.tiers[number] != _SENT and (evicted or known.uses >= link.after_uses)
             ]
             if numbers:
                 wanted.append((group, numbers))
@@ -346,7 +348,7 @@ class TierSource:
                 self._writers[number].refuse()
                 continue
             own = tokens[group * size : (group + 1) * size].copy() if own is None else own
-            value, wrapping, bit = SPACE(bytes_), wrappings[number], 1 << number
+            value, wrapping = SPACE(bytes_), wrappings[number]
             copy_out(self._cached.store, pages, wrapping.body(self.format, value))
             try:  # at once, while the processor's caches have the body
                 wrapping.seal(self.format, keys[number][group], own, value)
@@ -354,22 +356,22 @@ class TierSource:
                 self._links[number].failed(error)
                 self._writers[number].refuse()
                 continue
-            again = bool(known.wrong & bit)
-            known.sent |= bit
-            known.wrong &= ~bit
-            lost = partial(_lost, known, bit)
+            again, known.tiers[number] = known.tiers[number] == _WRONG, _SENT
+            lost = partial(_lost, known, number)
             self._writers[number].offer(Written(keys[number][group], value, again, lost))
 
     def _group(self, key: bytes) -> _Group:
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = _Group()
+            known = self._known[key] = _Group(bytearray(len(self._links)))
             if len(self._known) > _MOST_KNOWN:
                 self._known.popitem(last=False)
         else:
-            self._known.move_to_end(key)
+            with suppress(KeyError):  # another thread has forgotten it
+                self._known.move_to_end(key)
         return known
 
 
-def _lost(known: _Group, bit: int) -> None:
-    known.sent &= ~bit
+def _lost(known: _Group, number: int) -> None:
+    if known.tiers[number] == _SENT:
+        known.tiers[number] = 0

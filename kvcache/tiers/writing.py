@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from _thread import start_new_thread
-from collections import deque
+from _thread import get_ident, start_new_thread
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import accumulate
@@ -47,16 +46,16 @@ class WriteBehind:
 
     def __init__(self, link: Link, most_bytes: int) -> None:
         self._link, self._most_bytes = link, most_bytes
-        self._queue: deque[Written] = deque()
+        self._queue: list[Written] = []  # not a deque, which no thread may copy while another one takes from it
         self._writing: list[Written] = []  # for a moment some are in the queue too
         self._wake: SimpleQueue[None] = SimpleQueue()
-        self._closed = self._lost = False  # `_lost`: since the last `flush`
-        self._process = -1  # in which the thread runs
+        self._closed, self._told = False, 0  # values that were not written, as the last `flush` has told
+        self._threads: dict[int, int] = {}  # the thread of each process: of threads that begin at once, the first one
 
     @property
     def queued_bytes(self) -> int:
         """Bytes of the values in the queue, and of those that are being written."""
-        return sum([len(item.value) for item in (*self._queue, *self._writing)])
+        return sum([len(item.value) for item in [*self._queue, *self._writing]])
 
     def room(self) -> int:
         """Bytes that the queue still takes; 0 after `close`."""
@@ -64,14 +63,13 @@ class WriteBehind:
 
     def offer(self, item: Written) -> None:
         """Queue a group, for which there is room."""
-        if self._process != os.getpid():  # a forked process has no thread of its parent
+        if os.getpid() not in self._threads:  # a forked process has no thread of its parent
             try:
                 start_new_thread(self._run, ())
             except RuntimeError as error:  # the system has none left
                 self._link.failed(error)
                 self._drop(item)
                 return
-            self._process = os.getpid()
         self._queue.append(item)
         self._wake.put(None)
 
@@ -81,8 +79,8 @@ class WriteBehind:
         self._wake.put(None)
         while self.queued_bytes and monotonic() < end:
             sleep(_POLL)
-        lost, self._lost = self._lost, False
-        return not (lost or self.queued_bytes)
+        told, self._told = self._told, self._link.counts["dropped"]
+        return not (self._told > told or self.queued_bytes)
 
     def close(self, timeout: float) -> bool:
         """Accept nothing more, `flush`, drop the rest and end the thread; whether `flush` did."""
@@ -90,11 +88,13 @@ class WriteBehind:
         whole = self.flush(timeout)
         with suppress(IndexError):
             while True:
-                self._drop(self._queue.popleft())
+                self._drop(self._queue.pop(0))
         self._wake.put(None)
         return whole
 
     def _run(self) -> None:
+        if self._threads.setdefault(os.getpid(), get_ident()) != get_ident():
+            return
         while True:
             self._wake.get()
             while self._queue:
@@ -113,7 +113,7 @@ class WriteBehind:
         with suppress(IndexError):  # `close` drops what is queued
             while len(self._writing) < _ASKED:
                 self._writing.append(self._queue[0])
-                self._writing[-1] = self._queue.popleft()
+                self._writing[-1] = self._queue.pop(0)
         try:
             self._write(self._writing)
         except BaseException as error:
@@ -149,7 +149,6 @@ class WriteBehind:
 
     def refuse(self) -> None:
         """Note that a value is not written."""
-        self._lost = True
         self._link.count("dropped")
 
     def _drop(self, item: Written) -> None:

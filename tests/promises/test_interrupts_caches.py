@@ -10,7 +10,6 @@ import importlib
 import logging
 import os
 import sys
-import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from subjects.interrupts import INSTRUCTIONS, PACKAGE, SKIPS_HANDLERS, Lines, in
 from subjects.saved import PROMPTS, SavedBlocks, SavedPackedPrefix, SavedPrefix
 from subjects.subject import Subject
 
+from kvcache.core.locks import CallLock
 from kvcache.states.token_rows import rows_of
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.one_build]  # interrupts come between lines of Python alone
@@ -66,14 +66,14 @@ def locked(lock, numbers):
 @pytest.mark.skipif(SKIPS_HANDLERS, reason="this Python may skip the end of a `with`")
 def test_no_interrupt_where_python_does_not_check_signals():
     """Between the block of a `with` and the call of `__exit__`: an interrupt there would leave the lock taken."""
-    lock = threading.Lock()
+    lock = CallLock()
     with Lines(None, True, __file__) as lines:
         assert locked(lock, range(6)) == 15
     assert len(lines.seen) > 20
     for stop in range(1, len(lines.seen) + 1):
         with pytest.raises(KeyboardInterrupt), Lines(stop, True, __file__):
             locked(lock, range(6))
-        assert not lock.locked(), f"taken after {lines.seen[stop - 1]}"
+        assert not lock.inside, f"taken after {lines.seen[stop - 1]}"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,5 +1,6 @@
 """Several threads and no GIL between them: what takes no lock of a cache is whole all the same, as with the GIL."""
 
+import asyncio
 import subprocess
 import sys
 import sysconfig
@@ -9,14 +10,25 @@ import numpy as np
 import pytest
 from threads_at_once import together
 
-from kvcache import InvalidOperationError, PagedKvCache, PrefixCache
+from kvcache import (
+    BatchEngine,
+    EvictionPolicy,
+    InvalidOperationError,
+    PagedKvCache,
+    PrefixCache,
+    SamplingParams,
+)
 from kvcache.core.locks import CallLock
+from kvcache.demo import DIRECTORY
 from kvcache.engine.turns import Turns
 from kvcache.kernels.layers import rms_norm
 from kvcache.paged.seq_ids import as_seq_ids
 from kvcache.prefix.index.event_buffer import KINDS
+from kvcache.serving.request import Pending
 from kvcache.support.recycled import check, free_pieces
 from kvcache.support.token_ids import as_tokens
+from kvcache.tiers.links import Link
+from kvcache.tiers.writing import WriteBehind, Written
 from kvcache.trie.trie import TokenTrie
 
 THREADS = 4
@@ -228,3 +240,97 @@ def test_a_trie_of_many_threads():
     together(use)
     trie.check()
     assert len(trie.all_values(root)) == trie.num_pages
+
+
+def test_waits_in_event_loops_begin_while_others_are_woken():
+    pending, ended, errors, over = Pending(None, []), [], [], threading.Event()
+
+    async def wait():
+        for _ in range(4):
+            await pending.wait_in_loop(lambda: False)
+
+    async def several():
+        await asyncio.wait_for(asyncio.gather(*[wait() for _ in range(300)]), 300)
+
+    def run(_):
+        try:
+            asyncio.run(several())
+        finally:
+            ended.append(over)
+            if len(ended) == 3:
+                over.set()
+
+    def wake(number):
+        while number == 0 and not over.is_set():
+            try:
+                Pending.wake_all([pending])
+            except RuntimeError as error:  # they would wait for ever if nobody went on
+                errors.append(error)
+
+    together(run, wake, count=3)
+    assert errors == []
+
+
+class _OneWriter:
+    """A tier that counts its values, and calls of it that overlap."""
+
+    secret = bytes(16)
+
+    def __init__(self):
+        self.known, self.inside, self.most = [], [], 0
+
+    def contains_many(self, keys):
+        return [False] * len(keys)
+
+    def get_many(self, keys):
+        return [None] * len(keys)
+
+    def put_many(self, items):
+        self.inside.append(1)
+        self.most = max(self.most, len(self.inside))
+        self.known += [key for key, _ in items]
+        self.inside.pop()
+
+
+def test_one_thread_writes_what_threads_offer_at_once():
+    for _ in range(4):
+        tier = _OneWriter()
+        writer = WriteBehind(Link(tier, tier.secret, 1), 1 << 20)
+
+        def offer(number, writer=writer):
+            for i in range(500):
+                writer.offer(Written(b"%d %d" % (number, i), memoryview(b"value"), False, lambda: None))
+
+        def look(_, writer=writer):
+            for _ in range(50):
+                assert 0 <= writer.queued_bytes <= 5 * 500 * 2
+
+        together(offer, look, count=2)
+        assert writer.close(60.0)
+        assert tier.most == 1
+        assert sorted(tier.known) == sorted(b"%d %d" % (number, i) for number in range(2) for i in range(500))
+
+
+@pytest.mark.parametrize("options", [{}, {"eviction_policy": EvictionPolicy.StreamingLLM(2, 6), "max_running": 3}])
+def test_a_thread_that_sees_an_end_sees_its_error(options):
+    """It reads reports meanwhile, which wait for no step and count all that there is."""
+
+    def failing(text, logits):
+        raise ZeroDivisionError
+
+    def use(_):
+        for _ in range(4):
+            request = engine.submit([5, 6, 7], SamplingParams(max_tokens=4, logits_processor=failing))
+            while not request.is_finished:
+                stats = engine.stats()
+                assert 0 <= stats.waiting <= THREADS
+                assert stats.free_blocks + stats.claimed_blocks + stats.cached_blocks == total
+                assert engine.memory()["kv"] > 0
+                assert "running" in repr(engine)
+            with pytest.raises(ZeroDivisionError):
+                request.raise_error()
+
+    with BatchEngine.from_pretrained(DIRECTORY, **options) as engine:
+        total = engine.stats().free_blocks
+        together(use)
+        engine.check()

@@ -295,7 +295,7 @@ class EvictingLayers(Layers):
         return alive[own[head]].positions.copy()
 
     def memory(self, texts: Sequence[Text], index: int) -> list[dict[str, int]]:
-        places = [text.places[index] for text in list(texts) if text.places]
+        places = [places[index] for text in list(texts) if (places := text.places)]  # a step may take them away
         alive = {"bookkeeping": sum(each.nbytes for place in places for each in place.alive)}
         return [*[cache.memory() for cache in self._caches], alive]
 
