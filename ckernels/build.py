@@ -188,8 +188,10 @@ class build_kernels(build_ext):
         return target
 
     def build_extension(self, extension):
-        settings = self.compiler.compiler_so, extension.extra_compile_args, extension.extra_link_args
-        sources = [*extension.sources, *extension.extra_objects, *self.plan.headers]
+        linker = self.compiler.linker_so
+        settings = self.compiler.compiler_so, linker, extension.extra_compile_args, extension.extra_link_args
+        linked = [*extension.extra_objects, *(word for word in linker if word.endswith((".o", ".lib")))]
+        sources = [*extension.sources, *linked, *self.plan.headers]
         made = Made(self.get_ext_fullpath(extension.name), sources, settings, sys.version, numpy.__version__)
         made.by(super().build_extension, extension)
         self._progress.step(extension.name)

@@ -10,6 +10,9 @@
  * Units need not be whole pages of the system: a page is given back with the last unit on it. A unit that begins as zeros is
  * cleared, since its page may have stayed with what was there before.
  *
+ * References of blocks are those of the calls that hold and release: they may be zero for a moment in between, while a call counts. A
+ * thread of the spill looks at none.
+ *
  * Threads that read go through a buffer of their own, so that requests may bypass the page cache (O_DIRECT), and neighbours in the
  * file are read and written together.
  */
@@ -129,18 +132,20 @@ static double seconds_now(void) {
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-/* Whether the file has room for what nothing reads any more: of a block that nobody has, or of a unit that has changed since. */
-static int is_spare(const kvc_spill *s, int64_t unit) {
+/* Whether the file has room for what nothing reads any more: of a unit that has changed since, or, in a call, of a block that nobody
+ * has. */
+static int is_spare(const kvc_spill *s, int64_t unit, int in_call) {
     const unit_record *u = &s->units[unit];
-    return u->in_file && !(u->state & (BEING_READ | BEING_WRITTEN)) && (is_unused(s, (int32_t)unit) || !(u->state & SAVED));
+    if (!u->in_file || (u->state & (BEING_READ | BEING_WRITTEN))) return 0;
+    return !(u->state & SAVED) || (in_call && is_unused(s, (int32_t)unit));
 }
 
 /* Gives all such room back, that of neighbours at once; whether there was any. */
-static int punch_spare(kvc_spill *s) {
+static int punch_spare(kvc_spill *s, int in_call) {
     int64_t given = 0;
     for (int64_t unit = 0, stop; unit < s->num_units && !s->keeps_slots; unit = stop) {
         const int32_t layer = layer_of(s, unit);
-        for (stop = unit; stop < s->num_units && layer_of(s, stop) == layer && is_spare(s, stop);) stop++;
+        for (stop = unit; stop < s->num_units && layer_of(s, stop) == layer && is_spare(s, stop, in_call);) stop++;
         if (stop == unit) {
             stop++;
             continue;
@@ -153,22 +158,24 @@ static int punch_spare(kvc_spill *s) {
     return given > 0;
 }
 
+static int is_lack_of_room(int code) { return code == ENOSPC || code == EDQUOT; }
+
 static int lacks_room(const request *r) {
     int lacking = 0;
-    for (int i = 0; i < r->count; i++) lacking += !r->is_read && (r->codes[i] == ENOSPC || r->codes[i] == EDQUOT);
+    for (int i = 0; i < r->count; i++) lacking += !r->is_read && is_lack_of_room(r->codes[i]);
     return lacking;
 }
 
 /* Runs the next request; with the lock, which it leaves meanwhile. What the disk has no room for is written once more where
  * slots of others can be given back. */
-static void serve(kvc_spill *s, unsigned char *buffer) {
+static void serve(kvc_spill *s, unsigned char *buffer, int in_call) {
     request r = next_request(s);
     const double begun = seconds_now();
     for (int again = 1; again >= 0; again--) {
         pthread_mutex_unlock(&s->lock);
         run_request(s, &r, buffer);
         pthread_mutex_lock(&s->lock);
-        if (!again || !lacks_room(&r) || !punch_spare(s)) break;
+        if (!again || !lacks_room(&r) || !punch_spare(s, in_call)) break;
     }
     end_request(s, &r, seconds_now() - begun);
 }
@@ -181,7 +188,7 @@ static void *work(void *context) {
         if (s->reads.first < 0 && s->writes.first < 0)
             pthread_cond_wait(&s->wanted, &s->lock);
         else
-            serve(s, buffer);
+            serve(s, buffer, 0);
     }
     if (!buffer) s->num_threads--; /* other threads serve then, or those that wait */
     pthread_cond_broadcast(&s->done);
@@ -201,7 +208,8 @@ static void start_threads(kvc_spill *s) {
     while (count < s->threads_wanted && !pthread_create(&s->threads[count], &small, work, s)) count++;
     kvc_allow_signals(&before);
     pthread_attr_destroy(&small);
-    s->num_threads += count, s->threads_wanted = -count;
+    s->num_threads += count;
+    s->threads_wanted = -count;
 }
 
 /* Tells threads of what is queued: last, for they need the lock. */
@@ -224,7 +232,7 @@ static int wait_for_one(kvc_spill *s) {
     }
     void *buffer = kvc_allocate_aligned(ALIGNMENT, s->buffer_bytes);
     if (!buffer) return 0;
-    serve(s, buffer);
+    serve(s, buffer, 1);
     kvc_free_aligned(buffer);
     return 1;
 }
@@ -259,7 +267,8 @@ static size_t bytes_with(const kvc_spill *s, int32_t unit) { return (size_t)s->s
 /* Lets units leave until there is room for one more; -1: until no more is there than may be. 1: there is, or all in memory is held;
  * 0: the rest cannot be written. What the unit takes changes with its neighbours, whose pages it may lie on. */
 static int make_room(kvc_spill *s, int32_t unit_to_come) {
-    const int64_t faults = s->write_faults;
+    int64_t faults = s->write_faults;
+    int may_punch = 1;
     while (bytes_with(s, unit_to_come) > s->limit) {
         int written = 0, dropped = 0;
         for (int32_t unit = s->oldest, newer; unit >= 0 && written < LEAVING; unit = newer) {
@@ -273,7 +282,12 @@ static int make_room(kvc_spill *s, int32_t unit_to_come) {
             }
         }
         if (dropped) continue;
-        if (!s->being_written) return s->write_faults == faults;
+        if (!s->being_written) {
+            if (s->write_faults == faults) return 1;
+            if (!may_punch || !is_lack_of_room(s->write_error) || !punch_spare(s, 1)) return 0;
+            may_punch = 0, faults = s->write_faults; /* the file has room now */
+            continue;
+        }
         if (!wait_for_one(s)) return 1; /* no memory for a buffer: more is in memory than should be */
     }
     return 1;
@@ -485,7 +499,7 @@ void kvc_spill_close(kvc_spill *s) {
 }
 
 size_t kvc_spill_bytes(const kvc_spill *s) {
-    const int threads = s->num_threads > 0 ? s->num_threads : 0;
+    const int num_threads = s->num_threads, threads = num_threads > 0 ? num_threads : 0;
     return sizeof *s + (size_t)s->num_units * sizeof *s->units + (size_t)s->num_pages * sizeof *s->page_users +
            (size_t)threads * s->buffer_bytes;
 }
@@ -511,6 +525,7 @@ int kvc_spill_expect_room(kvc_spill *s) {
         pthread_mutex_unlock(&s->lock);
         return 0;
     }
+    if (unit >= 0 && is_lack_of_room(s->write_error)) punch_spare(s, 1);
     if (unit >= 0) begin_write(s, unit, 0);
     while (unit >= 0 && (s->units[unit].state & BEING_WRITTEN) && wait_for_one(s)) continue;
     if (unit < 0) s->write_error = 0; /* nothing needs to be written */
@@ -522,7 +537,7 @@ int kvc_spill_expect_room(kvc_spill *s) {
 void kvc_spill_trim(kvc_spill *s, int64_t used) {
     if (s->num_in_file <= 2 * used * s->num_layers + SPARE || kvc_this_process() != s->process) return;
     pthread_mutex_lock(&s->lock);
-    punch_spare(s);
+    punch_spare(s, 1);
     pthread_mutex_unlock(&s->lock);
 }
 

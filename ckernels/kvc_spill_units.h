@@ -44,7 +44,8 @@ struct kvc_spill {
     pthread_cond_t wanted, done;
     kvc_process process;
     int fd, block_size, closing;
-    int threads_wanted, num_threads, unheard; /* not started yet; serving; requests of which no thread was told */
+    int threads_wanted, unheard; /* not started yet; requests of which no thread was told */
+    atomic_int num_threads;      /* that serve */
     unsigned char *arena;
     int32_t num_layers, num_blocks;
     size_t page, limit, *sizes, *starts, *slots, *offsets; /* of each layer: of a unit in the arena and in the file */

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bench.engine.streamed import Streamed
 from kvcache.gguf import GgufFile
 
 __all__ = ["MistralRs", "letters_of", "text_of"]
@@ -40,7 +41,7 @@ def text_of(tokens: Tokens, pieces: Sequence[str]) -> str:
     return bytes(byte_of[letter] for letter in letters if letter in byte_of).decode(errors="replace")
 
 
-class MistralRs:
+class MistralRs(Streamed):
     """mistral.rs on the CPU with its defaults: K and V in f16, activations quantised, sequences kept as prefixes.
 
     Args:
@@ -93,14 +94,3 @@ class MistralRs:
                 yield perf_counter()
         for _ in range(new - count):
             yield perf_counter()
-
-    def first_token(self, tokens: Tokens) -> float:
-        """Seconds from the prompt to the first token."""
-        start = perf_counter()
-        (end,) = self.times(tokens, 1)
-        return end - start
-
-    def step(self, tokens: Tokens, steps: int) -> float:
-        """Seconds per token behind this prompt."""
-        first, *_, last = self.times(tokens, steps + 1)
-        return (last - first) / steps

@@ -1,16 +1,13 @@
 """Networks that people run, beside every rival: a prompt, a token behind short and long texts, a second turn.
 
-Each engine runs in a process of its own: one that fails, or that the system ends, has an empty row, and a line with the
-reason. A text of 16,384 tokens is not computed where K and V of its first 1,024 can be written again and again: a step
-reads as many bytes. Elsewhere it is computed if that takes no longer than `patience` seconds.
+Each engine runs in a process of its own: one that fails, that takes too long, or that the system ends, has the cells
+before that, and the reason. A text of 16,384 tokens is not computed where K and V of its first 1,024 can be written
+again and again: a step reads as many bytes. Elsewhere it is computed if that takes no longer than `patience` seconds.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Sequence
-from functools import partial
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -22,19 +19,26 @@ import numpy.typing as npt
 from bench.engine.engine_rivals import OpenVino
 from bench.engine.llama_api import BATCH, IkLlamaApi, LlamaApi, RepackedIkLlamaApi
 from bench.engine.mistral_rs import MistralRs
+from bench.engine.streamed import Streamed
+from bench.engine.vllm_cpu import VllmFour, VllmHalf
 from bench.serving.measured import Measured
 from bench.support.blas import set_threads
 from bench.support.common import Result
-from bench.support.report import reason_of, time_text
+from bench.support.limits import values_within
+from bench.support.report import time_text
 from kvcache.engine import InferenceEngine
 from kvcache.gguf import GgufFile
 
-__all__ = ["ENGINES", "IkLlamaText", "OpenVinoText", "Plan", "measure_popular", "results_of", "rows_of", "verdicts_of"]
+__all__ = [
+    "COLUMNS", "ENGINES", "IkLlamaText", "OpenVinoText", "Plan", "measure_popular", "results_of", "rows_of",
+    "verdicts_of",
+]
 
 Tokens = npt.NDArray[np.uint32]
 Found = dict[str, list[float]]
 PROMPT, NEAR, STEPS, TURN, NEW = "prompt", "near", 16, "turn", 64
 FAR = "far"
+COLUMNS = PROMPT, NEAR, TURN, FAR  # in the order in which they are measured: the longest comes last
 
 
 class Plan(NamedTuple):
@@ -195,7 +199,10 @@ class OpenVinoText(OpenVino):
 
 
 ENGINES: dict[str, Any] = {
-    each.name: each for each in (Ours, LlamaText, IkLlamaText, RepackedIkLlamaText, MistralText, OpenVinoText)
+    each.name: each
+    for each in (
+        Ours, LlamaText, IkLlamaText, RepackedIkLlamaText, MistralText, OpenVinoText, VllmHalf, VllmFour,
+    )
 }
 
 
@@ -236,97 +243,101 @@ class Measurement:
         for token in self._fresh(STEPS):
             self._engine.extend(np.array([token], np.uint32))
 
-    def run(self) -> Found:
-        """Seconds of each column; one that takes too long is missing."""
-        return self._by_clock() if hasattr(self._engine, "first_token") else self._by_text()
+    def run(self, columns: Sequence[str], known: Found) -> Iterator[tuple[str, list[float]]]:
+        """Yield the seconds of each column.
 
-    def _by_text(self) -> Found:
+        Args:
+            known: the times of other columns.
+
+        Raises:
+            TimeoutError: a long text would take too long.
+        """
+        by_clock = isinstance(self._engine, (Streamed, OpenVino))
+        for column in sorted(columns, key=COLUMNS.index):
+            if column == FAR and (by_clock or not self._repeats):
+                self._check_time(known)
+            known = known | {column: self._by_clock(column) if by_clock else self._by_text(column)}
+            yield column, known[column]
+
+    def _by_text(self, column: str) -> list[float]:
         plan, engine = self._plan, self._engine
-        found = {PROMPT: self._timed(lambda: engine.start(self._fresh(plan.prompt)))}
-        engine.start(self._fresh(plan.near))
-        found[NEAR] = self._timed(self._steps, STEPS)
-        engine.start(self._fresh(plan.turn))
-        found[TURN] = self._timed(lambda: engine.extend(self._fresh(NEW)))
-        if self._repeats:
+        if column == PROMPT:
+            return self._timed(lambda: engine.start(self._fresh(plan.prompt)))
+        if column == TURN:
+            engine.start(self._fresh(plan.turn))
+            return self._timed(lambda: engine.extend(self._fresh(NEW)))
+        if column == FAR and self._repeats:
             engine.start(self._fresh(plan.near))
             engine.repeat(plan.far // plan.near - 1)
-        elif self._has_time(found):
-            engine.start(self._fresh(plan.far))
         else:
-            return found
-        return found | {FAR: self._timed(self._steps, STEPS)}
+            engine.start(self._fresh(plan.far if column == FAR else plan.near))
+        return self._timed(self._steps, STEPS)
 
-    def _by_clock(self) -> Found:
+    def _by_clock(self, column: str) -> list[float]:
         plan, engine, counts = self._plan, self._engine, range(self._plan.rounds + 1)
-        found = {PROMPT: [engine.first_token(self._fresh(plan.prompt)) for _ in counts][1:]}
-        found[NEAR] = [engine.step(self._fresh(plan.near), STEPS) for _ in counts[1:]]
-        text = self._fresh(plan.turn)
+        if column == PROMPT:
+            return [engine.first_token(self._fresh(plan.prompt)) for _ in counts][1:]
+        if column == NEAR:
+            return [engine.step(self._fresh(plan.near), STEPS) for _ in counts[1:]]
+        if column == FAR:
+            return [engine.step(self._fresh(plan.far), STEPS)]
+        text, found = self._fresh(plan.turn), []
         engine.first_token(text)
-        found[TURN] = []
         for _ in counts:
             text = np.concatenate([text, self._fresh(NEW)])
-            found[TURN].append(engine.first_token(text))
-        found[TURN] = found[TURN][1:]
-        if self._has_time(found):
-            found[FAR] = [engine.step(self._fresh(plan.far), STEPS)]
-        return found
+            found.append(engine.first_token(text))
+        return found[1:]
 
-    def _has_time(self, found: Found) -> bool:
+    def _check_time(self, known: Found) -> None:
         """Whether a long text is computed soon enough, at the least that its prompts take."""
-        return min(found[PROMPT]) / self._plan.prompt * self._plan.far <= self._plan.patience
+        plan = self._plan
+        if PROMPT in known and min(known[PROMPT]) / plan.prompt * plan.far > plan.patience:
+            raise TimeoutError(f"{plan.far:,} tokens take more than {plan.patience:g} s")
 
 
-def _measure(engine: str, path: Path, vocabulary: int, threads: int, plan: Plan, pipe: Connection) -> None:
-    try:
-        pipe.send(Measurement(engine, path, vocabulary, threads, plan).run())
-    except Exception as error:  # its package is absent, or it does not read the network
-        pipe.send(reason_of(error))
-
-
-def _measured(engine: str, path: Path, vocabulary: int, threads: int, plan: Plan, limit: float) -> Found:
-    """The times of an engine, measured in a new process. RuntimeError: why there are none."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_measure, args=(engine, path, vocabulary, threads, plan, theirs))
-    process.start()
-    theirs.close()
-    try:
-        found = ours.recv() if ours.poll(limit) else f"it took more than {limit:g} s"
-    except EOFError:
-        process.join()
-        found = f"its process ended with status {process.exitcode}"
-    finally:
-        process.kill()
-        process.join()
-        ours.close()
-    if isinstance(found, str):
-        raise RuntimeError(found)
-    return found  # type: ignore[no-any-return]
+def _measure(
+    engine: str, path: Path, vocabulary: int, threads: int, plan: Plan, columns: Sequence[str], known: Found
+) -> Iterator[tuple[str, list[float]]]:
+    return Measurement(engine, path, vocabulary, threads, plan).run(columns, known)
 
 
 def measure_popular(
-    engines: Sequence[str], path: Path, vocabulary: int, threads: int, plan: Plan, limit: float, measured: Measured
-) -> dict[str, Found]:
-    """The times of each engine, none of one that fails, whose reason is printed.
+    engines: Sequence[str], path: Path, vocabulary: int, threads: int, plan: Plan, limit: float, measured: Measured,
+    columns: Sequence[str] = COLUMNS,
+) -> tuple[dict[str, Found], dict[str, str]]:
+    """The times of each engine, and why others are missing, which is printed too.
 
     Args:
         limit: seconds that an engine may take.
+        columns: those that are measured; each is kept as soon as it is.
     """
-    found = {}
+    found: dict[str, Found] = {}
+    reasons: dict[str, str] = {}
     for engine in engines:
-        name = f"{path.parent.name}, {path.stem}, {engine}, {vocabulary} tokens, {threads} threads, {[*plan]}"
+        name = f"{path.parent.name}, {path.stem}, {engine}, {vocabulary} tokens, {threads} threads, {[*plan[:-1]]}"
+        kept = {column: measured.found(f"{name}, {column}") for column in COLUMNS}
+        found[engine] = {column: times for column, times in kept.items() if times}
+        if not (missing := [column for column in columns if column not in found[engine]]):
+            continue
         try:
-            found[engine] = measured.get(name, partial(_measured, engine, path, vocabulary, threads, plan, limit))
+            arguments = engine, path, vocabulary, threads, plan, missing, found[engine]
+            for column, times in values_within(limit, _measure, *arguments):
+                found[engine][column] = times
+                measured.keep(f"{name}, {column}", times)
         except RuntimeError as error:
             print(f"not measured: {engine} ({error})", flush=True)
-            found[engine] = {}
-    return found
+            reasons[engine] = str(error)
+    return found, reasons
 
 
-def rows_of(found: dict[str, Found], plan: Plan) -> tuple[list[str], list[list[str]]]:
-    """Header and cells: the median of each, empty where there is none."""
-    titles = plan.titles()
-    rows = [[engine, *(time_text(median(t[key])) if key in t else "" for key in titles)] for engine, t in found.items()]
+def rows_of(found: dict[str, Found], plan: Plan, reasons: dict[str, str]) -> tuple[list[str], list[list[str]]]:
+    """Header and cells: the median of each; the first without one says why, and others are empty."""
+    titles, rows = plan.titles(), []
+    for engine, times in found.items():
+        cells = [time_text(median(times[key])) if key in times else "" for key in titles]
+        if "" in cells:
+            cells[cells.index("")] = reasons.get(engine, "")
+        rows.append([engine, *cells])
     return ["", *titles.values()], rows
 
 

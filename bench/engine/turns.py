@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import gc
 import tempfile
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -21,11 +23,14 @@ import numpy.typing as npt
 from bench.engine.mistral_rs import MistralRs
 from bench.engine.popular import ENGINES
 from bench.engine.shapes import SHAPES, VOCABULARY
+from bench.engine.streamed import Streamed
+from bench.engine.vllm_cpu import VllmHalf
 from bench.engine.weight_rivals import GGUF_FILES, write_files
+from bench.serving.measured import Measured
 from bench.support.blas import set_threads
 from bench.support.common import Result
+from bench.support.limits import values_within
 from bench.support.rates import Columns
-from bench.support.report import reason_of
 from bench.support.tables import Tables
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
 
@@ -33,7 +38,8 @@ __all__ = ["add_arguments", "main"]
 
 Tokens = npt.NDArray[np.uint32]
 
-_RIVALS = ("llama.cpp", "ik_llama.cpp", "mistral.rs")
+_STREAMED = MistralRs.name, VllmHalf.name
+_RIVALS = ("llama.cpp", "ik_llama.cpp", *_STREAMED)
 _NETWORKS = ("qwen35", "lfm2", "kimi", "indexed")
 ANSWER, NEW = 32, 64  # tokens of an answer, and of what a user or a tool adds to it
 BRANCH = 256  # tokens behind the prompt that branches share
@@ -96,40 +102,50 @@ class Chats:
         return seconds
 
 
-def measure(path: Path, tokens: int, turns: int, threads: int) -> tuple[Result, dict[str, int]]:
+def measure(path: Path, tokens: int, turns: int, threads: int) -> tuple[dict[str, list[float]], dict[str, int]]:
     """The times of every kind of turn, and how many tokens ran in it."""
     set_threads(threads)
-    chats, result = Chats(path, tokens, turns), Result(f"{path.stem}, {tokens} tokens", {})
-    result.times[FIRST] = [chats.first()] * turns  # once, beside each of the others
+    chats = Chats(path, tokens, turns)
+    times = {FIRST: [chats.first()] * turns}  # once, beside each of the others
     for _ in range(turns):
-        result.times.setdefault(LATER, []).append(chats.later())
-        result.times.setdefault(ALONE, []).append(chats.alone())
+        times.setdefault(LATER, []).append(chats.later())
+        times.setdefault(ALONE, []).append(chats.alone())
     chats.branch()  # the first one finds where prompts part, and keeps a state there
-    result.times[BRANCHED] = [chats.branch() for _ in range(turns)]
-    return result, chats.ran
+    return times | {BRANCHED: [chats.branch() for _ in range(turns)]}, chats.ran
 
 
-def rival(name: str, path: Path, tokens: int, turns: int, threads: int) -> dict[str, list[float]]:
-    """Seconds in which a rival reads the whole text, or of its later turns; empty if it is absent, or does not read it.
+def rival(name: str, path: Path, tokens: int, turns: int, threads: int) -> Iterator[tuple[str, list[float]]]:
+    """Yield the seconds in which a rival reads the whole text, or those of its first turn and of its later ones.
 
-    mistral.rs keeps texts as prefixes of others, so its later turns are measured as ours are.
+    mistral.rs and vLLM keep texts as prefixes of others, so their later turns are measured as ours are.
     """
     rng, room = np.random.default_rng(1), tokens + (turns + 1) * NEW + ANSWER
     text = rng.integers(3, VOCABULARY, tokens, dtype=np.uint32)
+    set_threads(threads)
+    engine: Any = ENGINES[name](path, threads, room)
+    set_threads(threads)
+    start = perf_counter()
+    if not isinstance(engine, Streamed):
+        engine.start(text)
+        yield f"{name}, whole", [perf_counter() - start] * turns
+        return
+    yield f"{name}, first turn", [engine.first_token(text)] * turns
+    later = []
+    for _ in range(turns):
+        text = np.concatenate([text, rng.integers(3, VOCABULARY, NEW, dtype=np.uint32)])
+        later.append(engine.first_token(text))
+    yield f"{name}, later turn", later
+
+
+def rival_within(limit: float, name: str, *arguments: Any) -> dict[str, list[float]]:
+    """The times of a rival in a process of its own, as far as it comes; why there are no more is printed."""
+    found: dict[str, list[float]] = {}
     try:
-        engine: Any = ENGINES[name](path, threads, room)
-        start = perf_counter()
-        if not isinstance(engine, MistralRs):
-            engine.start(text)
-            return {f"{name}, whole": [perf_counter() - start] * turns}
-        found = {f"{name}, first turn": [engine.first_token(text)] * turns}
-        for _ in range(turns):
-            text = np.concatenate([text, rng.integers(3, VOCABULARY, NEW, dtype=np.uint32)])
-            found.setdefault(f"{name}, later turn", []).append(engine.first_token(text))
-        return found
-    except Exception as error:  # its package is absent, or it does not read the network
-        print(f"not measured: {name} ({reason_of(error)})")
-        return {}
+        for what, times in values_within(limit, rival, name, *arguments):
+            found[what] = times
+    except RuntimeError as error:
+        print(f"not measured: {name} ({error})", flush=True)
+    return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -141,13 +157,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=2, help="threads of every engine (default 2)")
     parser.add_argument("--rivals", nargs="+", choices=_RIVALS, default=list(_RIVALS), help="some of the others")
     parser.add_argument("--no-rivals", action="store_true", help="only our own engine")
+    parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS",
+                        help="that a rival may take with one network (default 600)")
+    parser.add_argument("--resume", type=Path, metavar="FILE",
+                        help="keep what each engine did in this file, and measure what it does not have")
     parser.add_argument("--folder", type=Path, help="keep the GGUF files here, and use those that are there")
 
 
 def main(options: argparse.Namespace) -> int:
     """Print a table for each network."""
     tokens, turns = (256, 2) if options.quick else (options.tokens, options.turns)
-    tables = Tables(options)
+    tables, measured = Tables(options), Measured(options.resume)
     with tempfile.TemporaryDirectory() as temporary:
         for name in options.network:
             kept = (options.folder or Path(temporary)) / name
@@ -156,11 +176,16 @@ def main(options: argparse.Namespace) -> int:
             if not path.exists():
                 print(f"{name}: f16 in place of {options.file}, which llama.cpp makes: it is not installed, or refused")
                 path = kept / "f16.gguf"
-            result, ran = measure(path, tokens, turns, options.threads)
+            arguments = tokens, turns, options.threads
+            own = f"{name}, {options.file}, kvcache, {arguments}"
+            times, ran = measured.get(own, partial(measure, path, *arguments))
+            result = Result(f"{path.stem}, {tokens} tokens", dict(times))
             gc.collect()
             for each in () if options.no_rivals else options.rivals:
-                result.times |= rival(each, path, tokens, turns, options.threads)
-                gc.collect()
+                result.times |= measured.get(
+                    f"{name}, {options.file}, {each}, {arguments}",
+                    partial(rival_within, options.limit, each, path, *arguments), count=1 + (each in _STREAMED),
+                )
             title = f"Turns behind {tokens} tokens, {SHAPES[name].what}, {options.threads} thr"
             columns = Columns(tuple(result.times), rivals=(ALONE,), unit="")
             tables.rates(title, columns, [result])

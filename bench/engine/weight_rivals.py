@@ -13,6 +13,7 @@ from bench.engine.engine_rivals import ROOM, LlamaCpp, Rival, Tokens, Transforme
 from bench.engine.mistral_rs import MistralRs
 from bench.engine.popular import IkLlamaText, OpenVinoText
 from bench.engine.shapes import Shape, values_of
+from bench.engine.vllm_cpu import VllmHalf
 from bench.support.blas import set_threads
 from bench.support.checkpoints import Size, write_gguf
 from bench.support.common import Candidate, Case, Result
@@ -88,7 +89,7 @@ class IkLlama(Rival):
 # rival -> the files that it reads
 RIVALS: dict[Any, tuple[str, ...]] = {
     LlamaCpp: tuple(GGUF_FILES), IkLlama: tuple(GGUF_FILES), MistralRs: tuple(GGUF_FILES),
-    OpenVinoText: COMMON_FILES, Transformers: ("f16",),
+    OpenVinoText: COMMON_FILES, Transformers: ("f16",), VllmHalf: ("f16",),
 }
 
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from bench.engine.engine_rivals import availability
 from bench.engine.matrices import Products
-from bench.engine.popular import ENGINES, Plan, measure_popular, results_of, rows_of, verdicts_of
+from bench.engine.popular import COLUMNS, ENGINES, Plan, measure_popular, results_of, rows_of, verdicts_of
 from bench.engine.rows import rows_table
 from bench.engine.shapes import POPULAR, SHAPES, Shape
 from bench.engine.weight_rivals import COMMON_FILES, GGUF_FILES, RIVALS, measure_each, write_files
@@ -210,6 +210,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     popular.add_argument("--shape", nargs="+", choices=tuple(POPULAR), default=list(POPULAR), help="some of them")
     popular.add_argument("--layers", type=int, help="of all of them, fewer than they have; the table says so")
     popular.add_argument("--rivals", nargs="+", choices=tuple(ENGINES), default=list(ENGINES), help="some engines")
+    popular.add_argument("--columns", nargs="+", choices=COLUMNS, default=COLUMNS, help="some columns")
     popular.add_argument("--context", type=int, default=Plan().far, help="tokens of a long text (default 16384)")
     popular.add_argument("--patience", type=float, default=Plan().patience, metavar="SECONDS",
                          help="that a long text may take where it is computed (default 120)")
@@ -234,9 +235,11 @@ def popular_tables(tables: Tables, options: argparse.Namespace, folder: Path, th
                 write_files(size, path.parent, (file,))
             except ImportError as error:
                 raise SystemExit(f"--only popular needs llama.cpp, which packs its files: {error}") from error
-            found = measure_popular(options.rivals, path, size.vocabulary, threads, plan, options.limit, measured)
+            found, reasons = measure_popular(
+                options.rivals, path, size.vocabulary, threads, plan, options.limit, measured, options.columns
+            )
             title = f"9d. {size.what}, {file}, {threads} thr"
-            tables.rows(title, *rows_of(found, plan), results_of(found, plan), verdicts_of(found, plan))
+            tables.rows(title, *rows_of(found, plan, reasons), results_of(found, plan), verdicts_of(found, plan))
 
 
 def main(options: argparse.Namespace) -> int:

@@ -50,7 +50,8 @@ _SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}, "requir
 _BLOCK = 16  # tokens of a block
 _ROOM, _LITTLE = 40, 12  # tokens of memory for each word of a result: for some conversations, and for two
 _PARTS = 8  # of memory, each of which another request takes
-_WAITED, _MOST = 20.0, 0.9  # a pause ends after so many seconds, or when this part of a text is there again
+_MOST = 0.9  # a pause ends when this part of a text is there again
+_WAIT, _SHORT = 20.0, 1.0  # or after so many seconds, of --quick: its network computes sooner than a tier reads
 
 
 class Use(NamedTuple):
@@ -235,11 +236,12 @@ class Bench:
         client: the client.
         size: words of a result.
         seed: of all words.
+        wait: seconds of a pause, at most.
     """
 
-    def __init__(self, server: Server, client: Client, size: int, seed: int) -> None:
+    def __init__(self, server: Server, client: Client, size: int, seed: int, wait: float) -> None:
         self._engine, self._url, self._seen = server
-        self._client, self._size = client, size
+        self._client, self._size, self._wait = client, size, wait
         self._rng, self._connected = np.random.default_rng(seed), client.connect(self._url)
         self._number, self._seed = 0, seed
 
@@ -310,7 +312,7 @@ class Bench:
             self._others()
             if pause.behind:
                 self._hint(talk, pause.behind)
-                ends = monotonic() + _WAITED
+                ends = monotonic() + self._wait
                 while self._hint(talk, "kv.pin") < _MOST and monotonic() < ends:
                     sleep(0.05)
             talk = talk.plus(f"> {_ANSWER}", "Go on.")
@@ -342,13 +344,13 @@ def _served(model: Path, tokens: int, with_tier: bool) -> Iterator[Server]:
 
 
 def _moments(
-    roomy: Server, plain: Server, tiered: Server, client: Client, words: int, seed: int
+    roomy: Server, plain: Server, tiered: Server, client: Client, words: int, seed: int, wait: float
 ) -> list[Row]:
     """The rows of one client, of a server with room and of two with little, one of them with a tier."""
-    rows = [*Bench(roomy, client, words, seed).rows()]
+    rows = [*Bench(roomy, client, words, seed, wait).rows()]
     for server, with_tier in ((plain, False), (tiered, True)):
         kinds = [pause for pause in PAUSES if pause.with_tier == with_tier]
-        rows += Bench(server, client, words, seed).pauses(kinds)
+        rows += Bench(server, client, words, seed, wait).pauses(kinds)
     return rows
 
 
@@ -362,7 +364,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Print a table for each client; 1 if none is installed."""
-    words, rounds = (20, 1) if options.quick else (options.words, options.rounds)
+    words, rounds, wait = (20, 1, _SHORT) if options.quick else (options.words, options.rounds, _WAIT)
     clients = [each for each in CLIENTS if not options.clients or each.name in options.clients]
     found: dict[str, list[dict[str, Any]]] = {}
     model = options.model or find_file()
@@ -375,7 +377,7 @@ def main(options: argparse.Namespace) -> int:
             except ImportError:
                 print(f"\nnot measured: {client.name} (the package {client.package} is not installed)")
                 continue
-            measured = [_moments(*servers, client, words, seed) for seed in range(rounds)]
+            measured = [_moments(*servers, client, words, seed, wait) for seed in range(rounds)]
             best = [min(each, key=lambda row: row.seconds) for each in zip(*measured, strict=True)]
             cells = [
                 [row.moment, f"{row.requests}", time_text(row.seconds), f"{row.prompt:,}",

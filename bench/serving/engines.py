@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, Queue
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.engine.mistral_rs import MistralRs
+from bench.engine.vllm_cpu import VllmRequests
 from bench.serving.llamacpp import IkLlamaCpp, LlamaCpp
 from kvcache import BatchEngine
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
@@ -206,40 +206,12 @@ class OpenVino(Engine):
         return found
 
 
-class Vllm(Engine):
+class Vllm(VllmRequests, Engine):
     """vLLM on the CPU, bfloat16, with its prefix cache."""
 
     def __init__(self, network: Network, tokens: int, longest: int, running: int, threads: int) -> None:
-        os.environ |= {
-            "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-        }
-        import vllm
-
         del tokens
-        self._vllm: Any = vllm
-        arguments = vllm.EngineArgs(
-            model=str(network.folder), dtype="bfloat16", enforce_eager=True, skip_tokenizer_init=True,
-            max_model_len=longest + 64, max_num_seqs=max(running, 8), enable_prefix_caching=True, seed=0,
-        )
-        self._engine: Any = vllm.LLMEngine.from_engine_args(arguments)
-        self._seen: dict[int, int] = {}
-
-    def submit(self, key: int, prompt: Tokens, new: int) -> None:
-        settings = self._vllm.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
-        self._engine.add_request(str(key), {"prompt_token_ids": prompt.tolist()}, settings)
-        self._seen[key] = 0
-
-    def step(self) -> list[tuple[int, list[int]]]:
-        if not self._engine.has_unfinished_requests():
-            return []
-        found = []
-        for output in self._engine.step():
-            key, tokens = int(output.request_id), list(output.outputs[0].token_ids)
-            if len(tokens) > self._seen[key]:
-                found.append((key, tokens[self._seen[key] :]))
-                self._seen[key] = len(tokens)
-        return found
+        super().__init__(network.folder, longest + 64, running, threads)
 
 
 class Transformers(Engine):

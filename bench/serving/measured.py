@@ -21,14 +21,22 @@ class Measured:
         self._file = file
         self._values: dict[str, Any] = json.loads(file.read_text()) if file is not None and file.exists() else {}
 
-    def get(self, name: str, measure: Callable[[], Any]) -> Any:
-        """The value of a name, which JSON can hold; an empty one is not kept."""
+    def get(self, name: str, measure: Callable[[], Any], count: int = 1) -> Any:
+        """The value of a name, which JSON can hold; an empty one, or one of fewer than `count` items, is not kept."""
         if name not in self._values:
             value = measure()
-            if not value:
+            if not value or (count > 1 and len(value) < count):
                 return value
-            self._values[name] = value
-            if self._file is not None:
-                self._file.parent.mkdir(parents=True, exist_ok=True)
-                self._file.write_text(json.dumps(self._values, indent=1) + "\n")
+            self.keep(name, value)
         return self._values[name]
+
+    def found(self, name: str) -> Any:
+        """The value of a name, or None."""
+        return self._values.get(name)
+
+    def keep(self, name: str, value: Any) -> None:
+        """Give a name its value."""
+        self._values[name] = value
+        if self._file is not None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._file.write_text(json.dumps(self._values, indent=1) + "\n")

@@ -21,7 +21,7 @@ import multiprocessing
 import re
 import resource
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,8 +48,9 @@ from bench.serving.workloads import WORKLOADS, Turn, Workload, at_once, poisson
 from bench.support.blas import set_threads
 from bench.support.checkpoints import SIZES, Size, write_gguf
 from bench.support.common import Result
+from bench.support.limits import values_within
 from bench.support.over_threads import counts
-from bench.support.report import reason_of, time_text
+from bench.support.report import time_text
 from bench.support.tables import Tables
 
 __all__ = ["Served", "add_arguments", "main", "run"]
@@ -129,7 +130,7 @@ def run(engine: Engine, workload: Workload) -> Served:
     return Served(seconds, times, None if after is None or before is None else after - before, peak, answers)
 
 
-def _serve(name: str, network: Network, workloads: Sequence[Workload], again: int, threads: int) -> list[Served]:
+def _serve(name: str, network: Network, workloads: Sequence[Workload], again: int, threads: int) -> Iterator[Served]:
     """Serve each workload, and the first `again` of them twice, the second time cached; run in a process of its own."""
     set_threads(threads)
     running = max(min(len(each), 32) for each in workloads)
@@ -137,12 +138,10 @@ def _serve(name: str, network: Network, workloads: Sequence[Workload], again: in
     engine = ENGINES[name](network, room, longest, running, threads)
     set_threads(threads)
     run(engine, at_once([Turn(np.arange(5, 37, dtype=np.uint32), 4)]))  # what is made at the first use
-    served = []
     for i, workload in enumerate(workloads):
         for _ in range(1 + (i < again)):
-            served.append(run(engine, workload))
+            yield run(engine, workload)
     engine.close()
-    return served
 
 
 def _in_a_process(call: Callable[..., Any], *arguments: Any) -> Any:
@@ -152,14 +151,18 @@ def _in_a_process(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def served_by(
-    name: str, network: Network, workloads: Sequence[Workload], threads: int, again: int = 0
+    name: str, network: Network, workloads: Sequence[Workload], options: argparse.Namespace, reasons: dict[str, str],
+    again: int = 0,
 ) -> list[Served]:
-    """`_serve` in a new process; an empty list if the engine's package is absent, or does not read the network."""
+    """`_serve` in a new process, as far as it comes; why there is no more is printed, and is among the reasons."""
+    served = []
     try:
-        return _in_a_process(_serve, name, network, workloads, again, threads)  # type: ignore[no-any-return]
-    except Exception as error:
-        print(f"not measured: {name} ({reason_of(error)})")
-        return []
+        for each in values_within(options.limit, _serve, name, network, workloads, again, options.threads):
+            served.append(each)
+    except RuntimeError as error:
+        print(f"not measured: {name} ({error})", flush=True)
+        reasons[name] = str(error)
+    return served
 
 
 def shared(rng: np.random.Generator, count: int, sizes: Sequence[int]) -> Workload:
@@ -169,8 +172,8 @@ def shared(rng: np.random.Generator, count: int, sizes: Sequence[int]) -> Worklo
     return at_once([Turn(np.concatenate([system, tail]), sizes[2]) for tail in tails])
 
 
-def table_of(results: list[Result]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells."""
+def table_of(results: list[Result], reasons: dict[str, str]) -> tuple[list[str], list[list[str]]]:
+    """Header and cells; a row that is missing says why."""
     spans = ("TTFT", "TTFT p99", "ITL", "ITL p99")
     header = ["engine", "", "tokens/s", *spans, "good/s", "prefilled", "peak MiB"]
     rows = []
@@ -181,6 +184,8 @@ def table_of(results: list[Result]) -> tuple[list[str], list[list[str]]]:
                 name, result.what, f"{facts['tokens/s']:.3g}", *(time_text(facts[span]) for span in spans),
                 f"{facts['goodput']:.2f}", prefilled, f"{facts['peak'] / 2**20:.0f}",
             ])
+        missing = (name for name in reasons if name not in result.facts)
+        rows += [[name, result.what, reasons[name], *[""] * (len(header) - 3)] for name in missing]
     return header, rows
 
 
@@ -194,6 +199,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="rounds of shared, the fastest counts (default 3)")
     parser.add_argument("--threads", type=counts, default=[2], metavar="N,N", help="threads (default 2)")
     parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=list(ENGINES), help="some engines")
+    parser.add_argument("--limit", type=float, default=1800.0, metavar="SECONDS",
+                        help="that one engine may take with one workload (default 1800)")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.8, 0.95], metavar="SHARE",
                         help="of chats, shares of what our engine serves (default 0.5 0.8 0.95)")
     parser.add_argument("--count", type=int, help="first turns of each workload but shared")
@@ -211,9 +218,9 @@ class Report(Tables):
 
     suffix = ""  # of titles
 
-    def add(self, title: str, results: list[Result]) -> None:
+    def add(self, title: str, results: list[Result], reasons: dict[str, str]) -> None:
         """Print a table."""
-        self.rows(title + self.suffix, *table_of(results), results)
+        self.rows(title + self.suffix, *table_of(results, reasons), results)
 
 
 def _note(result: Result, name: str, seconds: float, facts: dict[str, float]) -> None:
@@ -233,21 +240,25 @@ def measure_shared(network: Network, options: argparse.Namespace, measured: Meas
         cold, warm = Result("cold", {}), Result("prompts cached", {})
         workloads = [shared(np.random.default_rng(turn), count, sizes) for turn in range(rounds)]
         title = f"{count} at once, {sizes[0]} shared, {sizes[1]} own tokens, {sizes[2]} new, {network.name}"
-        ours: list[list[list[int]]] = []
+        ours, reasons = list[list[list[int]]](), dict[str, str]()
 
-        def serve(name: str, workloads: list[Workload] = workloads, ours: list[list[list[int]]] = ours) -> Any:
-            served = served_by(name, network, workloads, options.threads, again=rounds)
+        def serve(
+            name: str, workloads: list[Workload] = workloads, ours: list[list[list[int]]] = ours,
+            reasons: dict[str, str] = reasons,
+        ) -> Any:
+            served = served_by(name, network, workloads, options, reasons, again=rounds)
             if name.startswith("kvcache"):
                 ours.append([answer for each in served for answer in each.answers])
             return _measured(served)
 
         for name in options.engines:
-            found = measured.get(f"{title}, {rounds} rounds, {options.threads} threads, {name}", partial(serve, name))
+            key = f"{title}, {rounds} rounds, {options.threads} threads, {name}"
+            found = measured.get(key, partial(serve, name), count=2 * rounds)
             for i, each in enumerate(found):
                 _note((cold, warm)[i % 2], name, *each)
         if len(ours) > 1:
             print("the same tokens" if all(each == ours[0] for each in ours) else "OTHER TOKENS")
-        report.add(title, [cold, warm])
+        report.add(title, [cold, warm], reasons)
         _print_products(network, count, options.threads, measured)
         _print_bound(network, count, sizes, options.threads, measured, warm)
 
@@ -289,8 +300,10 @@ def measure_arrivals(
     workloads, titles = [at_once(make(np.random.default_rng(5), count))], [f"{kind}, {count} at once"]
     where = f"{network.name}, {options.threads} threads"
 
+    reasons: dict[str, str] = {}
+
     def serve(name: str) -> Any:
-        return _measured(served_by(name, network, workloads, options.threads))
+        return _measured(served_by(name, network, workloads, options, reasons))
 
     if at_a_rate:
         ((seconds, _),) = measured.get(f"{titles[0]}, {where}", partial(serve, next(iter(ENGINES))))
@@ -300,11 +313,11 @@ def measure_arrivals(
         titles = [f"{kind}, {load:.0%} of {rate:.2f} conversations/s" for load in options.loads]
     results = [Result("", {}) for _ in titles]
     for name in options.engines:
-        found = measured.get(f"{titles}, {count}, {where}, {name}", partial(serve, name))
+        found = measured.get(f"{titles}, {count}, {where}, {name}", partial(serve, name), count=len(titles))
         for result, each in zip(results, found, strict=False):
             _note(result, name, *each)
     for title, result in zip(titles, results, strict=True):
-        report.add(f"{title}, {network.name}", [result])
+        report.add(f"{title}, {network.name}", [result], reasons)
     if at_a_rate and options.plot:
         print(plot_loads(options.loads, results, options.plot, f"{kind} over load, {network.name}{report.suffix}"))
 

@@ -294,6 +294,7 @@ def open_network(options: argparse.Namespace, make: Callable[..., Engine], **mor
     Raises:
         as `open_engine`.
     """
+    _text_of(options.model)  # which names what is missing
     with _progress(f"loading {options.model}") as progress, _calibration_told(), _memory_explained():
         return make(
             options.model, weights=options.weights, activations=options.activations, progress=progress,
@@ -343,6 +344,8 @@ def chat_template_of(options: argparse.Namespace) -> str | None:
     path = Path(options.chat_template)
     try:
         text = read_file(path, MAX_CONFIG_BYTES).decode("utf-8-sig")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"chat_template: expected a file with a Jinja template, got none at {path}") from None
     except (CheckpointError, UnicodeDecodeError) as error:
         raise ValueError(f"chat_template: expected a Jinja template in UTF-8, got {error}") from None
     if not text.strip():
@@ -409,6 +412,11 @@ def in_words_of_options(error: Exception, options: argparse.Namespace) -> str:
     message = str(error) or "out of memory"  # a MemoryError of Python says nothing
     if isinstance(error, OutOfMemoryError) and error.unit == "bytes":
         return _BYTES.sub(_size, message.replace(" bytes", ""))
+    if isinstance(error, OSError) and error.filename is not None:  # of a path that an option has said
+        said = next((dest for dest, value in vars(options).items() if value == str(error.filename)), None)
+        if said is not None:
+            reason = error.strerror or type(error).__name__
+            message = f"{said}: expected a path that can be opened, got {error.filename}: {reason}"
     name, colon, rest = message.partition(": ")
     dest = _ARGUMENTS.get(name, name)
     if not colon or not hasattr(options, dest):

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvcache.errors import CheckpointError
 from kvcache.kernels.functions import sums_of
-from kvcache.support.arguments import as_floats
+from kvcache.support.arguments import as_floats, as_path
 from kvcache.support.copies import refuse_copies
 from kvcache.support.descriptors import Replacement
 from kvcache.support.regular_files import open_regular, read_part, write_at
@@ -145,7 +145,7 @@ class Calibration:
         kinds = 1 + (self.moments is not None) + 2 * (self.losses is not None)
         head = np.array([*self.shape, kinds], "<u4")
         check = np.frombuffer(self._check(), np.uint8)
-        with Replacement(path) as fd:
+        with Replacement(as_path(path)) as fd:
             write_at(fd, [_MAGIC, head, check, *arrays], 0)
 
     @classmethod

@@ -14,6 +14,12 @@ DIRECTORY: Path  # of the checkpoint
 
 
 def __getattr__(name: str) -> Path:
+    """The folder of the checkpoint, found when it is first asked for.
+
+    Where no model is installed it raises an ImportError that names the extra, for `hasattr` too. Python replaces an
+    AttributeError, in `from kvcache.demo import DIRECTORY`, by an error of its own, which would not name it. `dir` has
+    the name once the folder is known, so that inspection does not ask for it.
+    """
     if name != "DIRECTORY":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     spec = find_spec("kvcache_demo")

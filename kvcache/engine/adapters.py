@@ -67,7 +67,8 @@ class Adapters(Mapping[str, Adapter]):
             return None
         found = self._loaded.get(name) if isinstance(name, str) else None
         if found is None:
-            raise ValueError(f"adapter: expected one of {short(sorted(self._loaded))}, got {short(name)}")
+            known = f"one of {short(sorted(self._loaded))}" if self._loaded else "none, since none is loaded"
+            raise ValueError(f"adapter: expected {known}, got {short(name)}")
         return found
 
     @property

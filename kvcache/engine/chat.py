@@ -1,18 +1,14 @@
 """Conversations: messages in the words of a checkpoint's chat template, and the text of an answer as it comes.
 
-A template is a Jinja program of the checkpoint. It runs in the sandbox of jinja2 and reaches plain data alone, with the
-names that transformers gives to templates: `raise_exception`, `strftime_now`, `tojson`, and the tags `break`,
-`continue` and `generation`.
+A template is a Jinja program of the checkpoint, which runs in a sandbox (`template_sandbox.py`) over plain data.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from types import GeneratorType
 from typing import Any, NamedTuple
 
 from kvcache.engine.call_ids import with_counted_ids
@@ -23,10 +19,10 @@ from kvcache.engine.edits import Edited, as_edits, edited
 from kvcache.engine.history import THOUGHTS, TOOLS, Messages, Rewriting, are_texts, rewritings, with_arguments
 from kvcache.engine.prompt_measure import PromptMeasure
 from kvcache.engine.segment_spans import SegmentSpan, cuts_of, segment_places, spans_of, text_of_content, with_documents
+from kvcache.engine.template_sandbox import compiled
 from kvcache.engine.text_places import located
 from kvcache.engine.text_rows import TextRows
 from kvcache.engine.vectors import VectorOptions, Vectors
-from kvcache.errors import CheckpointError
 from kvcache.networks.protocols import Float32
 from kvcache.sampling.text_tokens import encoded, encoded_with_ends
 from kvcache.sampling.tokenizer import SPECIAL_TOKENS, CheckpointText, GgufText
@@ -41,13 +37,11 @@ __all__ = [
     "Answer", "ChatEngine", "ChatPrompt", "chat_tokens", "chat_tokens_with_ends", "render", "template_arguments",
 ]
 
-_OLDEST = (3, 1, 6)  # of jinja2: earlier sandboxes have known holes
 # Where a template reads the thoughts of an assistant.
 _THOUGHTS = {key: re.compile(rf"\.{key}\b|(['\"]){key}\1") for key in THOUGHTS}
 # Variables that are not a caller's to give.
 _GIVEN = {"add_generation_prompt", "chat_template", "documents", "messages", "tools", *SPECIAL_TOKENS}
 _COUNTED = "<|tool_calls_section_begin|>"  # the mark of a template whose network counts calls
-_NEEDS = "a chat template needs the package jinja2, 3.1.6 or later: pip install 'kvcache-cpu[text]'"
 
 
 class Answer:
@@ -406,9 +400,9 @@ def render(
 
 def _written(source: str, names: dict[str, Any], add_generation_prompt: bool) -> str:
     """The text that a template writes of its variables. ValueError: it refuses them."""
-    compiled = _compiled(source)
+    template = compiled(source)
     try:
-        return str(compiled.render(names, add_generation_prompt=add_generation_prompt))
+        return str(template.render(names, add_generation_prompt=add_generation_prompt))
     except MemoryError:
         raise
     except Exception as error:  # a template can raise anything
@@ -438,7 +432,20 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
     for message in found:
         if not isinstance(message.get("role"), str):
             raise ValueError(f'messages: expected a "role" in each, a text, got {short(message.get("role"))}')
+        _expect_content(message)
     return found
+
+
+_SPEAKERS = ("system", "developer", "user", "assistant")  # other roles have contents as their templates say
+
+
+def _expect_content(message: dict[str, Any]) -> None:
+    """Refuse a content that no template writes; some write objects as results of tools. An answer may have none."""
+    role, content = message["role"], message.get("content")
+    if isinstance(content, (bool, int, float)) or (isinstance(content, dict) and role in _SPEAKERS):
+        raise TypeError(f'messages: expected a "content" of text or parts, got {short(content)}')
+    if role in _SPEAKERS and role != "assistant" and "content" not in message:
+        raise ValueError(f'messages: expected a "content" beside the role {role}, got none')
 
 
 # A template that asks whether a content is none knows contents of none; one that has a loop over it knows lists of
@@ -482,15 +489,15 @@ def _with_contents(template: str, message: dict[str, Any]) -> dict[str, Any]:
 
     Arguments of calls, texts of JSON as interfaces have them, are objects unless the template takes texts.
 
-    Content: none is an empty text, but beside calls where the template knows none; a list of parts is their text,
-    unless the template knows parts.
+    Content: none, or none in an answer, is an empty text, but beside calls where the template knows none; a list of
+    parts is their text, unless the template knows parts.
     """
     kept = {key: value for key, value in message.items() if value is not None}
     if isinstance(calls := message.get("tool_calls"), list) and _takes_objects(template):
         kept["tool_calls"] = [with_arguments(call, _object_of) for call in calls]
-    if "content" not in message:
+    if "content" not in message and message["role"] != "assistant":
         return kept
-    content = message["content"]
+    content = message.get("content")
     if content is None:
         content = None if calls and _has(template, _KNOWS_NONE) else ""
     elif isinstance(content, list) and not _has(template, _KNOWS_PARTS):
@@ -564,89 +571,3 @@ def _plain(value: Any, name: str, depth: int = 100) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(each, name, depth - 1) for each in value]
     raise TypeError(f"{name}: expected texts, numbers, lists and dicts, got {type(value).__name__}")
-
-
-def _compiled(template: str) -> Any:
-    """The template as jinja2 compiles it. ImportError: no such package, or an old one; CheckpointError: damaged."""
-    if isinstance(found := _compiled_or_refused(template), str):
-        raise CheckpointError(f"chat_template: expected a Jinja template, got an error: {found}")
-    return found
-
-
-@lru_cache(maxsize=8)
-def _compiled_or_refused(template: str) -> Any:
-    """The same; a text is the error of a damaged one, which may take a second to be found."""
-    try:
-        import jinja2
-        from jinja2 import ext, nodes, sandbox
-    except ImportError:
-        raise ImportError(_NEEDS) from None
-    if tuple(int(part) for part in jinja2.__version__.split(".")[:3] if part.isdigit()) < _OLDEST:
-        raise ImportError(f"{_NEEDS}; got {jinja2.__version__}")
-
-    class Generation(ext.Extension):
-        """`{% generation %}` marks what an assistant wrote, which changes no text."""
-
-        tags = {"generation"}  # noqa: RUF012  # as its class has it
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body).set_lineno(line)
-
-    class Namespace(jinja2.utils.Namespace):
-        """Without names that begin with an underscore, which lead to the interpreter's own objects."""
-
-        def __init__(*args: Any, **attributes: Any) -> None:
-            for name in dict(*args[1:], **attributes):
-                refuse_hidden(name)
-            jinja2.utils.Namespace.__init__(*args, **attributes)
-
-        def __setitem__(self, name: str, value: Any) -> None:
-            refuse_hidden(name)
-            super().__setitem__(name, value)
-
-    def refuse_hidden(name: Any) -> None:
-        if isinstance(name, str) and name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"namespace: expected a public name, got {name}")
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.exceptions.TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
-               sort_keys: bool = False) -> str:
-        """Without jinja2's escapes for HTML."""
-        return json.dumps(
-            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys,
-            default=listed,
-        )
-
-    def listed(value: Any) -> list[Any]:
-        """The values of a filter such as `map`."""
-        if not isinstance(value, GeneratorType):
-            raise TypeError(f"tojson: expected plain data, got {type(value).__name__}")
-        return list(value)
-
-    def strftime_now(format: str) -> str:
-        from datetime import datetime
-
-        return datetime.now().strftime(format)
-
-    class Sandbox(sandbox.ImmutableSandboxedEnvironment):
-        """One in which a template can use a list as a queue, as those of Kimi K2 do: all that it reaches is a copy."""
-
-        def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-            return (type(obj) is list and attr in ("append", "pop")) or super().is_safe_attribute(obj, attr, value)
-
-    environment = Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals.update(
-        raise_exception=raise_exception, strftime_now=strftime_now, namespace=Namespace,
-        dict=lambda *args, **items: dict(*args, **items),  # not the class, which has more
-    )
-    try:
-        return environment.from_string(template)
-    except Exception as error:  # of jinja2, or of Python's compiler: SyntaxError, RecursionError, MemoryError
-        return str(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +21,7 @@ from kvcache.texts.behind import Behind
 from kvcache.texts.seen_parts import TextKey
 from kvcache.texts.text_adapter import TextAdapter
 
-__all__ = ["Completion", "Request", "TokenLogprobs", "as_prompt", "logprobs_of"]
+__all__ = ["Completion", "Request", "TokenLogprobs", "as_prompt", "listed", "logprobs_of"]
 
 FinishReason = Literal["stop", "length"]
 
@@ -156,6 +156,18 @@ def logprobs_of(logits: Float32, token: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(float(shifted[token]), {int(each): float(shifted[each]) for each in top})
 
 
+def listed(texts: Any, name: str) -> Iterable[Any]:
+    """Return `texts`. TypeError: one text, or what is no list."""
+    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
+        got = "one text" if isinstance(texts, (str, bytes)) else type(texts).__name__
+        raise TypeError(f"{name}: expected a list of texts, got {got}")
+    return texts
+
+
+# What has one of these may be token ids; the kinds that `np.array` takes as one value have none.
+_OF_ARRAYS = ("__getitem__", "__iter__", "__array__", "__array_interface__", "__dlpack__")
+
+
 def as_prompt(
     prompt: Any, tokenizer: Callable[[], Any], vocab_size: int, most: int | None = None
 ) -> NDArray[np.uint32]:
@@ -171,6 +183,8 @@ def as_prompt(
         TypeError: neither a text nor integers.
     """
     if not isinstance(prompt, str):
+        if not any(hasattr(prompt, name) for name in _OF_ARRAYS):
+            raise TypeError(f"prompt: expected a text or token ids, got {type(prompt).__name__}")
         return as_tokens(prompt, vocab_size)
     encoder = tokenizer()
     if encoder is None:

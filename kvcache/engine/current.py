@@ -129,7 +129,7 @@ class CurrentText:
         pos = min(common_tokens([text.tokens, tokens]), len(tokens) - 1) if text.prefix is part.behind else 0
         group = self.cache.residual_length
         pos -= pos % group if group else 0  # tokens of a group are packed together
-        if pos and self._may_cut(text, pos):
+        if pos and self.pool.may_cut(text, pos):
             self.pool.cut(text, pos)
             text.num_tokens = pos
         else:
@@ -137,14 +137,6 @@ class CurrentText:
             self._become(part.behind, held.starts(part.behind), least)
         self.extend(tokens[pos:], self.text.base + pos, whole=least)
         held.add(part, self.text, pos)
-
-    def _may_cut(self, text: Text, pos: int) -> bool:
-        """Whether a text still has what a query at `pos` reads."""
-        try:
-            self.pool.expect(text, pos)
-        except InvalidOperationError:
-            return False
-        return True
 
     def _end_old(self, text: Text) -> None:
         """End the text, and what an exception has left; take another one, which has no sequence yet."""

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from kvcache.networks.files import refuse_adapter
+from kvcache.support.arguments import as_path
 
 __all__ = ["checkpoint_path"]
 
@@ -35,7 +36,7 @@ def checkpoint_path(place: str | os.PathLike[str]) -> Path:
         ValueError: "hf:" before something else.
         CheckpointError: a folder of an adapter.
     """
-    path = Path(place)
+    path = Path(as_path(place, "directory"))
     if isinstance(place, str) and place.startswith(_HUB) and not os.path.lexists(path):
         if not (found := _fetched(place)).exists():  # the cache was emptied since
             _fetched.cache_clear()

@@ -15,7 +15,7 @@ from kvcache.networks.protocols import Model, NetworkConfig
 from kvcache.networks.weights import Progress
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
-from kvcache.support.arguments import as_instance
+from kvcache.support.arguments import as_instance, as_path
 
 if TYPE_CHECKING:  # typing has it from Python 3.11 on
     from typing_extensions import Self
@@ -95,7 +95,7 @@ class NetworkEngine(ChatEngine):
     ) -> Self:
         """Make an engine from a GGUF file of any name; arguments and errors are those of `from_pretrained`."""
         network, calibrate = split_options(options, calibrate)
-        return cls._over(open_gguf(path, sampling_params, calibrate, network), seed, options)
+        return cls._over(open_gguf(as_path(path), sampling_params, calibrate, network), seed, options)
 
     @classmethod
     def _over(cls, opened: Opened, seed: int, options: dict[str, Any]) -> Self:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvcache.engine.completion import as_prompt
+from kvcache.engine.completion import as_prompt, listed
 from kvcache.engine.text_rows import LastLogits, LastRow, MeanRow, SharedRow, TextRows, common_tokens
 from kvcache.kernels.functions import exp, sum_of
 from kvcache.networks.protocols import Float32, Model
@@ -99,7 +99,7 @@ class Vectors:
         self.dimensions(options.dimensions)
         as_instance(options.normalise, bool, "normalise")
         make, truncate = _READERS[pooling], as_instance(options.truncate, bool, "truncate")
-        texts = _listed(texts, name)
+        texts = listed(texts, name)
         return [make(self._tokens(each, prompt, f"{name}.{i}", truncate)) for i, each in enumerate(texts)]
 
     def _pooling(self, asked: str | None) -> str:
@@ -192,7 +192,7 @@ class Vectors:
         """The prompts that ask whether each document answers a query, with what they have in common noted."""
         query = as_instance(query, str, "query")
         instruction = INSTRUCTION if instruction is None else as_instance(instruction, str, "instruction")
-        documents, truncate = _listed(documents, "documents"), as_instance(truncate, bool, "truncate")
+        documents, truncate = listed(documents, "documents"), as_instance(truncate, bool, "truncate")
         tokenizer = self._tokenizer("query")
         ids = {token: tokenizer.token_to_id(token) for token in _NEEDED}
         if missing := [token for token, number in ids.items() if number is None]:
@@ -231,14 +231,6 @@ class Vectors:
             distance = exp(-abs(yes - no))
             found.append((1.0 if yes >= no else distance) / (1.0 + distance))
         return found
-
-
-def _listed(texts: Iterable[Any], name: str) -> Iterable[Any]:
-    """Return `texts`. TypeError: one text, or what is no list."""
-    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
-        got = "one text" if isinstance(texts, (str, bytes)) else type(texts).__name__
-        raise TypeError(f"{name}: expected a list of texts, got {got}")
-    return texts
 
 
 def _result_of(reading: TextRows) -> Float32:

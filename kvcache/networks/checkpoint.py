@@ -41,7 +41,7 @@ class Checkpoint:
         else:
             others = sorted(path.name for pattern in ("*.bin", "*.gguf", "*.pt") for path in directory.glob(pattern))
             found = f"; {', '.join(others[:3])} cannot be read" if others else ""
-            raise FileNotFoundError(f"expected {_SINGLE} or {_INDEX} in {directory}, found neither{found}")
+            raise FileNotFoundError(f"expected {_SINGLE} or {_INDEX} in {directory}, got neither{found}")
 
     dtypes = tuple(_FORMATS)
 

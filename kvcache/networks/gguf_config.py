@@ -20,7 +20,7 @@ from kvcache.networks.sparse_gates import share_of
 from kvcache.networks.unread_families import parts_missing
 from kvcache.support.arguments import short
 
-__all__ = ["NEUTRAL", "architecture_of", "network_of"]
+__all__ = ["NEUTRAL", "architecture_of", "config_of", "network_of"]
 
 _SOFTMAX, _SIGMOID = 1, 2  # of `expert_gating_func`
 _MAX_LAYERS = 1 << 16
@@ -91,6 +91,20 @@ def architecture_of(file: GgufFile, expected: str = "model") -> Architecture:
     return ARCHITECTURES[name]
 
 
+def config_of(file: GgufFile) -> dict[str, Any]:
+    """The network in `file` as the keys of a `config.json`. Raises what `network_of` raises, but for values."""
+    return _read(file)[2]
+
+
+def _read(file: GgufFile) -> tuple[_Entries, list[tuple[str, str]], dict[str, Any]]:
+    """Its entries, their names by the keys of a `config.json`, and these with their values."""
+    architecture, read = architecture_of(file), _Entries(file)
+    family = FAMILIES[family_of({"model_type": _model_type(read, architecture)})[0]]
+    keys = [*gguf_keys(family), *architecture.names.items()]
+    _refuse_unsupported(read, architecture, family, {name for _, name in keys})
+    return read, keys, _config_of(read, architecture, family, keys)
+
+
 def network_of(file: GgufFile, **more: Any) -> ModelConfig:
     """The configuration of the network in `file`, but for the factors of the tensor `rope_freqs.weight`.
 
@@ -101,11 +115,7 @@ def network_of(file: GgufFile, **more: Any) -> ModelConfig:
         CheckpointError: an option that is not supported. Messages name the entry, not the file; those of
             `architecture_of` name both.
     """
-    architecture, read = architecture_of(file), _Entries(file)
-    family = FAMILIES[family_of({"model_type": _model_type(read, architecture)})[0]]
-    keys = [*gguf_keys(family), *architecture.names.items()]
-    _refuse_unsupported(read, architecture, family, {name for _, name in keys})
-    found = _config_of(read, architecture, family, keys)
+    read, keys, found = _read(file)
     try:
         return ModelConfig.from_dict(found | more)
     except CheckpointError as error:

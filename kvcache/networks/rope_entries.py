@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ __all__ = ["Ropes", "long_attention_factor", "ropes_of"]
 _LEAST_BETA = 1e-6  # of YaRN's betas (rotations over the context): keeps the wavelengths finite
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _PARAMETERS, _SCALING = "rope_parameters", "rope_scaling"
-_KNOWN = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 # The keys that one of the kinds reads. transformers too ignores those of another kind.
 _READ = frozenset((
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor",
@@ -138,12 +137,44 @@ def _rotary_dim(values: Mapping[str, Any], config: Mapping[str, Any], family: Fa
     return size
 
 
+class _Asked(NamedTuple):
+    """The place of a rotary embedding in a configuration.
+
+    Attributes:
+        read: the entry of the embedding.
+        where: its place, for messages.
+        config: the entries around it.
+        family: of the network.
+        positions: of the network.
+        theta: the base where the entry has none.
+        rotary_dim: the channels that are turned.
+    """
+
+    read: Entries
+    where: str
+    config: Entries
+    family: Family
+    positions: int
+    theta: float
+    rotary_dim: int
+
+    @property
+    def original(self) -> int:
+        """The positions before the embedding was stretched."""
+        name = "original_max_position_embeddings"
+        return (self.read if self.config.get(name) is None else self.config).size(name, self.positions)
+
+    def factor(self, original: int) -> float:
+        """How many times longer the context is than the original one."""
+        return self.read.number("factor", max(self.positions / original, 1.0), at_least=1.0)
+
+
 def _growing(
     read: Entries, where: str, config: Entries, family: Family, positions: int, theta: float, rotary_dim: int
 ) -> Rope:
     """The rotary embedding of an entry, and how queries grow with their position."""
     _refuse_unread(read, where, family)
-    rope = _rope(read, where, config, family, positions, theta, rotary_dim)
+    rope = _rope(_Asked(read, where, config, family, positions, theta, rotary_dim))
     growth = read.number(_GROWTH, 0.0) if _GROWTH in family.defaults else 0.0
     if not growth:
         return rope
@@ -151,10 +182,8 @@ def _growing(
     return replace(rope, query_growth=growth, original_positions=original)
 
 
-def _rope(
-    read: Entries, where: str, config: Entries, family: Family, positions: int, theta: float, rotary_dim: int
-) -> Rope:
-    theta = read.number("rope_theta", theta, at_least=1.0)
+def _rope(asked: _Asked) -> Rope:
+    read, family, theta = asked.read, asked.family, asked.read.number("rope_theta", asked.theta, at_least=1.0)
     if theta <= 1:
         raise CheckpointError(f"rope_theta: expected more than 1, got {theta}")
     found = read.get("rope_type")
@@ -164,60 +193,81 @@ def _rope(
         kind = "longrope"
     if kind == "mrope":  # several positions for a part of an image; those of a text are one
         kind = "default"
-    if kind == "dynamic" and _ALPHA in family.defaults and read.get(_ALPHA) not in (None, 0) and rotary_dim > 2:
-        theta *= power(read.number(_ALPHA, at_least=1.0), rotary_dim / (rotary_dim - 2))
+    if kind == "dynamic" and _ALPHA in family.defaults and read.get(_ALPHA) not in (None, 0) and asked.rotary_dim > 2:
+        theta *= power(read.number(_ALPHA, at_least=1.0), asked.rotary_dim / (asked.rotary_dim - 2))
         kind = "default"
     if _LONG in family.defaults and kind not in ("default", "longrope"):
-        raise CheckpointError(f"{where}rope_type: expected default or longrope, got {short(kind)}")
-    if kind not in _KNOWN:
-        raise CheckpointError(
-            f"{where}rope_type: expected {', '.join(_KNOWN[:-1])} or {_KNOWN[-1]}, got {short(kind)}"
-        )
-    if kind == "default":
-        return Rope(theta=theta)
-    if kind == "linear":
-        return Rope(kind="linear", theta=theta, factor=read.number("factor", at_least=1.0))
-    if kind == "proportional":
-        return Rope("divided", theta, divisors=_proportional(read, where, rotary_dim))
+        raise CheckpointError(f"{asked.where}rope_type: expected default or longrope, got {short(kind)}")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        *known, last = _KINDS
+        raise CheckpointError(f"{asked.where}rope_type: expected {', '.join(known)} or {last}, got {short(kind)}")
+    return _KINDS[kind](asked._replace(theta=theta))
 
-    holder = read if config.get("original_max_position_embeddings") is None else config
-    original = holder.size("original_max_position_embeddings", positions)
-    if kind == "llama3":
-        low, high = read.number("low_freq_factor"), read.number("high_freq_factor")
-        if low > high or not high:
-            expected = "low_freq_factor <= high_freq_factor, above 0"
-            raise CheckpointError(f"{where[:-1]}: expected {expected}, got {low} and {high}")
-        factor = read.number("factor", at_least=1.0)
-        return Rope("llama3", theta, factor, original, low_freq_factor=low, high_freq_factor=high)
 
-    factor = read.number("factor", max(positions / original, 1.0), at_least=1.0)
-    if kind == "longrope":
-        longer = _LONG in family.defaults
-        usual = None if longer else read.number("attention_factor", long_attention_factor(factor, original))
-        return Rope(
-            "longrope",
-            theta,
-            factor,
-            original,
-            attention_factor=_mscale(read, _SHORT) if usual is None else usual,
-            long_attention_factor=_mscale(read, _LONG) if usual is None else 0.0,
-            divisors=read.numbers("short_factor", rotary_dim // 2),
-            long_divisors=read.numbers("long_factor", rotary_dim // 2),
-        )
+# -- kinds ------------------------------------------------------------------------------------------------------
+
+
+def _default(asked: _Asked) -> Rope:
+    return Rope(theta=asked.theta)
+
+
+def _linear(asked: _Asked) -> Rope:
+    return Rope(kind="linear", theta=asked.theta, factor=asked.read.number("factor", at_least=1.0))
+
+
+def _llama3(asked: _Asked) -> Rope:
+    read, original = asked.read, asked.original
+    low, high = read.number("low_freq_factor"), read.number("high_freq_factor")
+    if low > high or not high:
+        expected = "low_freq_factor <= high_freq_factor, above 0"
+        raise CheckpointError(f"{asked.where[:-1]}: expected {expected}, got {low} and {high}")
+    factor = read.number("factor", at_least=1.0)
+    return Rope("llama3", asked.theta, factor, original, low_freq_factor=low, high_freq_factor=high)
+
+
+def _yarn(asked: _Asked) -> Rope:
+    read, original = asked.read, asked.original
+    factor = asked.factor(original)
     fast, slow = read.number("beta_fast", 32.0), read.number("beta_slow", 1.0)
     if not _LEAST_BETA <= slow <= fast:
-        name = where[:-1]
+        name = asked.where[:-1]
         raise CheckpointError(f"{name}: expected {_LEAST_BETA:g} <= beta_slow <= beta_fast, got {slow} and {fast}")
     return Rope(
-        "yarn",
-        theta,
-        factor,
-        original,
-        beta_fast=fast,
-        beta_slow=slow,
-        attention_factor=_yarn_attention_factor(read, factor),
-        truncate=read.flag("truncate", True),
+        "yarn", asked.theta, factor, original, beta_fast=fast, beta_slow=slow,
+        attention_factor=_yarn_attention_factor(read, factor), truncate=read.flag("truncate", True),
     )
+
+
+def _longrope(asked: _Asked) -> Rope:
+    read, original, pairs = asked.read, asked.original, asked.rotary_dim // 2
+    factor = asked.factor(original)
+    if _LONG in asked.family.defaults:
+        usual, longer = _mscale(read, _SHORT), _mscale(read, _LONG)
+    else:
+        usual, longer = read.number("attention_factor", long_attention_factor(factor, original)), 0.0
+    return Rope(
+        "longrope", asked.theta, factor, original, attention_factor=usual, long_attention_factor=longer,
+        divisors=read.numbers("short_factor", pairs), long_divisors=read.numbers("long_factor", pairs),
+    )
+
+
+def _proportional(asked: _Asked) -> Rope:
+    """One whose first pairs turn; the divisors of the others are infinite."""
+    read, pairs = asked.read, asked.rotary_dim // 2
+    share, factor = read.number("partial_rotary_factor", 1.0), read.number("factor", 1.0)
+    turning = int(share * asked.rotary_dim // 2)
+    if share > 1 or not factor:
+        where = asked.where[:-1]
+        raise CheckpointError(
+            f"{where}: expected a partial_rotary_factor up to 1 and a positive factor, got {share} and {factor}"
+        )
+    return Rope("divided", asked.theta, divisors=(factor,) * turning + (math.inf,) * (pairs - turning))
+
+
+_KINDS: dict[str, Callable[[_Asked], Rope]] = {
+    "default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope,
+    "proportional": _proportional,
+}
 
 
 def _mscale(read: Entries, key: str) -> float:
@@ -225,17 +275,6 @@ def _mscale(read: Entries, key: str) -> float:
     if not found:
         raise CheckpointError(f"{read.where}{key}: expected a positive number, got {found}")
     return found
-
-
-def _proportional(read: Entries, where: str, rotary_dim: int) -> tuple[float, ...]:
-    """The divisors of the first pairs, which turn; those of the others are infinite."""
-    share, factor = read.number("partial_rotary_factor", 1.0), read.number("factor", 1.0)
-    turning = int(share * rotary_dim // 2)
-    if share > 1 or not factor:
-        raise CheckpointError(
-            f"{where[:-1]}: expected a partial_rotary_factor up to 1 and a positive factor, got {share} and {factor}"
-        )
-    return (factor,) * turning + (math.inf,) * (rotary_dim // 2 - turning)
 
 
 def _refuse_unread(read: Entries, where: str, family: Family) -> None:

@@ -40,6 +40,7 @@ from kvcache.support.arguments import (
     as_integer,
     as_output,
     as_pair,
+    as_path,
     as_share,
     as_stored,
     short,
@@ -192,7 +193,7 @@ class PagedKvCache:
         separate, has_latent = bool(separate_layers), latent is not None
         settings = block_size, num_heads, head_dim, *dtypes, rotate, value_head_dim, separate, has_latent, index
         total = num_blocks_within(num_blocks, most, num_layers, *settings)
-        spilled = None if spill is None or limit is None else (os.fspath(spill), limit)
+        spilled = None if spill is None or limit is None else (as_path(spill, "spill"), limit)
         store = BlockStore(num_layers, total, *settings, calibration, spilled)
         self._blocks = PagedBlocks(store, written)
         self._store, self._pool, self._lock = store, self._blocks.pool, self._blocks.lock

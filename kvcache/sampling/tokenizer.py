@@ -16,7 +16,7 @@ from kvcache.sampling.tiktoken_model import kimi_vocabulary
 from kvcache.sampling.tokenizer_errors import tokenizer_errors
 from kvcache.sampling.tokenizer_json import check_tokenizer_json
 from kvcache.sampling.vocabulary_tokenizer import tokenizer_of
-from kvcache.support.arguments import short
+from kvcache.support.arguments import as_instance, short
 from kvcache.support.once import Once
 
 __all__ = ["SPECIAL_TOKENS", "CheckpointText", "GgufText"]
@@ -41,7 +41,7 @@ class CheckpointText:
     vectors: VectorLayout | None = None
 
     def __init__(self, directory: Path, own_template: str | None = None) -> None:
-        self._own_template = own_template
+        self._own_template = _own(own_template)
         files = TextFiles(directory)
         config = Once(lambda: files.json("tokenizer_config.json"))
         ranked = Once(lambda: _RANKED[files.tokenizer](files) if files.tokenizer in _RANKED else None)
@@ -91,6 +91,10 @@ class CheckpointText:
             CheckpointError: a damaged file.
         """
         return self._special()
+
+
+def _own(template: str | None) -> str | None:
+    return None if template is None else as_instance(template, str, "chat_template")
 
 
 def _tokenizer_of(files: TextFiles, ranked: Once[Vocabulary | None]) -> Any:
@@ -171,7 +175,7 @@ class GgufText:
     vectors: VectorLayout | None = None
 
     def __init__(self, file: GgufFile | str | Path, own_template: str | None = None) -> None:
-        self._own_template = own_template
+        self._own_template = _own(own_template)
         if not isinstance(file, GgufFile):
             file = GgufFile(file)
             file.close()

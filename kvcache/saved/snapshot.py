@@ -44,6 +44,7 @@ from kvcache.saved.file_tables import ARENA, NO_PARENT, SEGMENT, Arena, aligned,
 from kvcache.saved.namespaces import decode_namespace, encode_namespace
 from kvcache.saved.pages import read_pages
 from kvcache.saved.segments import Segments
+from kvcache.support.arguments import as_path
 from kvcache.support.descriptors import Replacement
 from kvcache.support.mapped import physical_memory
 from kvcache.support.regular_files import checksum, open_regular, read_at, write_at
@@ -117,7 +118,7 @@ def write_snapshot(
     num_pages = sum(-(-int(n) // arena.page_tokens) for arena, n in zip(arenas, slots, strict=True))
     tables_end = HEADER.size + len(head) + 4 * len(segments.tokens) + 4 * num_pages + len(tail)
     offsets, counts, size = _places(arenas, slots.tolist(), tables_end)
-    with Replacement(path) as fd:
+    with Replacement(as_path(path)) as fd:
         os.truncate(fd, size)
         checksums = np.zeros(num_pages, "<u4")
         done = 0
@@ -174,7 +175,7 @@ class Snapshot:
     """
 
     def __init__(self, path: str | os.PathLike[str], kind: str, model: str, *, exact: bool = True) -> None:
-        self.path = os.fspath(path)
+        self.path = as_path(path)
         self._file, size = open_regular(path, SnapshotError)
         try:
             self._open(kind, model, exact, size)

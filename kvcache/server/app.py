@@ -30,7 +30,7 @@ from kvcache.server.model_loader import ModelLoader
 from kvcache.server.model_slot import ModelSlot
 from kvcache.server.models import Models
 from kvcache.server.refusals import REFUSED, ending, message_refusal, refusal
-from kvcache.server.request_log import RequestLog
+from kvcache.server.request_log import RequestLog, asked_path
 from kvcache.server.served_model import ServedModel
 from kvcache.server.server_reports import ServerReports
 from kvcache.server.telemetry import Telemetry
@@ -40,6 +40,8 @@ from kvcache.support.hosts import is_loopback
 __all__ = ["make_app"]
 
 _ORIGIN = re.compile(r"https?://[a-z0-9.\-\[\]:]+")
+_CHATS = "/v1/chat/completions"
+_OF_ROUTER = ("Not Found", "Method Not Allowed")  # for paths that there are none of, and other methods
 # Paths of OpenAI's interface that other models answer.
 _ELSEWHERE = (
     "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/images/edits",
@@ -121,7 +123,8 @@ def make_app(
 
 
 async def _elsewhere(request: Request) -> Response:
-    raise HTTPException(501, "path: expected one of a model that generates text, got another")
+    path = asked_path(request.scope)
+    raise HTTPException(501, f"path: expected one that answers with texts, such as {_CHATS}, got {path}")
 
 
 def _counting(app: ASGIApp, statuses: Counter[int]) -> ASGIApp:
@@ -161,7 +164,13 @@ def _check_origin(origin: str, has_keys: bool) -> None:
 
 
 def _refused(request: Request, error: Exception) -> Response:
-    """An error in the form of the interface that was asked."""
+    """An error in the form of the interface that was asked. What the router refuses names what was asked."""
+    if isinstance(error, HTTPException) and error.detail in _OF_ROUTER:
+        path, headers = asked_path(request.scope), error.headers or {}
+        message = f"path: expected one of this server, such as {_CHATS}, got {path}"
+        if allowed := headers.get("Allow"):
+            message = f"method: expected {allowed} for {path}, got {request.method}"
+        error = HTTPException(error.status_code, message, headers)
     return (message_refusal if request.url.path.startswith("/v1/messages") else refusal)(error)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from kvcache.server.refusals import BodyError
 from kvcache.support.arguments import as_instance, short
 
-__all__ = ["PARTS", "Contents", "is_segment", "left_out"]
+__all__ = ["PARTS", "Contents", "as_list", "is_segment", "left_out"]
 
 logger = logging.getLogger("kvcache")
 
@@ -71,7 +71,7 @@ class Contents:
         """The text of a content: a text, or parts."""
         if isinstance(content, str):
             return content
-        return between.join(self.text(part) for part in as_instance(content, list, self.name))
+        return between.join(self.text(part) for part in as_list(content, self.name))
 
     def found(self, value: Any) -> str:
         """The texts anywhere in what a service has answered, a line each."""
@@ -97,6 +97,13 @@ class Contents:
         if warning not in self.warnings and len(self.warnings) < _MOST_WARNINGS:
             self.warnings.append(warning)
         return f"[{label}: not shown, only text can be read]"
+
+
+def as_list(value: Any, name: str) -> list[Any]:
+    """A list, in a field that may be a text instead, which the caller has looked for. TypeError: neither."""
+    if not isinstance(value, list):
+        raise TypeError(f"{name}: expected a text or a list, got {type(value).__name__}")
+    return value
 
 
 def is_segment(part: Mapping[str, Any]) -> bool:

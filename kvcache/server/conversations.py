@@ -198,9 +198,10 @@ def tools_of(tools: Any, name: str) -> list[dict[str, Any]] | None:
         raise ValueError(f"{name}: expected at most {_MAX_TOOLS}, got {len(tools)}")
     for tool in tools:
         kind = tool.get("type") if isinstance(tool, dict) else None
-        found = tool.get(kind) if kind in ("function", "custom") else None
-        if not isinstance(found, dict):
-            message = f"{name}: expected tools of type function or custom, got {short(tool)}"
+        known = kind in ("function", "custom")
+        if not isinstance(found := tool.get(kind) if known else None, dict):
+            expected = f"an object {kind} beside its type" if known else "type function or custom"
+            message = f"{name}: expected {expected} in each, got {short(tool)}"
             raise BodyError(message, "unsupported_parameter")
         function_name(found.get("name"), name)
         if kind == "function":

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from kvcache.engine import SamplingParams
 from kvcache.server.constraints import response_format
+from kvcache.server.contents import as_list
 from kvcache.server.conversations import (
     edits_of,
     effort,
@@ -82,7 +83,7 @@ def _as_it_is(value: Any, name: str) -> Any:
 
 
 def _stops(stops: Any, name: str) -> Any:
-    stops = [stops] if isinstance(stops, str) else as_instance(stops, list, name)
+    stops = [stops] if isinstance(stops, str) else as_list(stops, name)
     if len(stops) > _MAX_STOPS or any(isinstance(each, str) and len(each) > _MAX_STOP for each in stops):
         raise ValueError(f"{name}: expected at most {_MAX_STOPS} strings of {_MAX_STOP} characters, got {short(stops)}")
     return stops

@@ -14,7 +14,7 @@ from kvcache.engine.documents import LINK
 from kvcache.grammar import Grammar
 from kvcache.server.asked import Asked
 from kvcache.server.constraints import form_of
-from kvcache.server.contents import Contents, left_out
+from kvcache.server.contents import Contents, as_list, left_out
 from kvcache.server.conversations import (
     MAX_MESSAGES,
     ToolChoice,
@@ -103,7 +103,7 @@ def _messages(messages: Any, contents: Contents) -> Iterator[_Marked]:
 
 
 def _blocks(content: Any, name: str) -> list[dict[str, Any]]:
-    return [as_instance(block, dict, name) for block in as_instance(content, list, name)]
+    return [as_instance(block, dict, name) for block in as_list(content, name)]
 
 
 _THOUGHTS = ("thinking", "redacted_thinking")

@@ -25,6 +25,10 @@ from kvcache.texts.seen_parts import SeenParts
 
 __all__ = ["Prompt", "Prompts"]
 
+_TOOL = {"type": "function", "function": {"name": "a_tool_of_none", "description": "", "parameters": {}}}
+_TOOLS_LEFT_OUT = (
+    "tools: left out of the prompt, since the chat template has no words for them; --chat-template sets another one"
+)
 _TAIL = 32  # decoders look at some, and one may open a thought
 
 
@@ -95,6 +99,7 @@ class Prompts:
         self._engine, self._masks = engine, masks
         self.plain = PlainText(engine.tokenizer) if plain else None
         self._tokenizer = engine.tokenizer if self.plain is None else self.plain.tokenizer
+        self._writes_tools = engine.chat_template is None or self._shows(_TOOL)
         self._knows_developer = "developer" in (engine.chat_template or "")
         least_tokens(engine.tokenizer, "")  # which reads the vocabulary, once
 
@@ -118,6 +123,21 @@ class Prompts:
                 raise TooManyTokens(asked.field, error.most, str(error).rpartition(", got ")[2]) from None
             _, _, why = str(error).partition(": ")
             raise ValueError(f"{asked.field}: {why}") from None
+
+    def noted(self, asked: Asked) -> Asked:
+        """The answer with a warning, if its tools are not in its prompt."""
+        talk = asked.conversation
+        if talk is None or not talk.tools or talk.choice.mode == "none" or self._writes_tools:
+            return asked
+        return asked._replace(warnings=(*asked.warnings, _TOOLS_LEFT_OUT))
+
+    def _shows(self, tool: dict[str, Any]) -> bool:
+        """Whether the chat template writes a tool. One that refuses the question may write tools."""
+        try:
+            text: str = self._engine.apply_chat_template([{"role": "user", "content": "x"}], tools=[tool])
+        except ValueError:
+            return True
+        return tool["function"]["name"] in text
 
     def _of_text(self, asked: Asked, prompt: Any, runs: bool) -> Prompt:
         if not isinstance(prompt, list):

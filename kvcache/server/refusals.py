@@ -31,7 +31,7 @@ _MESSAGE_KINDS = {
     529: "overloaded_error",
 }
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
-_NO_FIELDS = {"answer", "authorization", "body", "content-type", "grammar", "host", "path"}  # of other things
+_NO_FIELDS = {"answer", "authorization", "body", "content-type", "grammar", "host", "method", "path"}  # of other things
 
 
 class BodyError(ValueError):

@@ -19,7 +19,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["RequestLog", "request_id"]
+__all__ = ["RequestLog", "asked_path", "request_id"]
 
 logger = logging.getLogger("kvcache")
 
@@ -80,7 +80,7 @@ class RequestLog:
     def _tell(self, scope: Scope, own: str, status: int, seconds: float) -> None:
         """Log what an operator looks for first: a wrong address of a client, or answers that nobody reads."""
         if status in (404, 405) and "endpoint" not in scope:
-            asked = f"{scope['method']} {_path(scope)}"
+            asked = f"{scope['method']} {asked_path(scope)}"
             self._told["path"].warning(f"request {own}: expected a path of the server, got {asked}: status {status}")
         if scope["state"].get("left"):
             new = sum(each.metrics.new_tokens for each in scope["state"].get("requests", ()))
@@ -102,7 +102,7 @@ class _Paced:
         self._since, self._skipped = now, 0
 
 
-def _path(scope: Scope) -> str:
+def asked_path(scope: Scope) -> str:
     """The path, without what controls a terminal, and not longer than a line."""
     path = "".join(each if each.isprintable() else "?" for each in scope["path"])
     return path if len(path) <= _MOST_PATH else f"{path[:_MOST_PATH]}.."
@@ -113,7 +113,7 @@ def _entry(scope: Scope, own: str, status: int, seconds: float) -> dict[str, Any
     state = scope["state"]
     found = {
         "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"), "id": own, "method": scope["method"],
-        "path": _path(scope), "status": status, "seconds": round(seconds, 6),
+        "path": asked_path(scope), "status": status, "seconds": round(seconds, 6),
     }
     if state.get("left"):
         found["left"] = True

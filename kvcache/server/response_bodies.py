@@ -12,7 +12,7 @@ from kvcache.engine.documents import LINK
 from kvcache.grammar import Grammar
 from kvcache.server.asked import Asked
 from kvcache.server.constraints import form_of
-from kvcache.server.contents import Contents, left_out
+from kvcache.server.contents import Contents, as_list, left_out
 from kvcache.server.conversations import MAX_MESSAGES, ToolChoice, conversation_of, effort, tool_choice_of, verbosity
 from kvcache.server.fields import CHATS, FLAG, FROM_1, IGNORED, PLAIN, TEXT, Field
 from kvcache.server.message_bodies import Said, skipped
@@ -105,7 +105,7 @@ def _messages(items: Any, contents: Contents) -> Iterator[dict[str, Any]]:
     """Messages of the items; thoughts, texts and calls of an assistant that follow each other become one."""
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
-    if len(as_instance(items, list, "input")) > MAX_MESSAGES:
+    if len(as_list(items, "input")) > MAX_MESSAGES:
         raise ValueError(f"input: expected at most {MAX_MESSAGES} items, got {len(items)}")
     answers = _answers(items, contents)
     answered = set[str]()  # calls of others' tools
@@ -159,7 +159,7 @@ def _content(content: Any, contents: Contents) -> Any:
     """The text of a message, or its parts, if some are segments; what is no plain text has lines of its own."""
     if isinstance(content, str):
         return content
-    parts = [contents.part(part) for part in as_instance(content, list, "input")]
+    parts = [contents.part(part) for part in as_list(content, "input")]
     return parts if any("segment" in part for part in parts) else "".join(part["text"] for part in parts)
 
 

@@ -129,7 +129,7 @@ class ServedModel:
 
     def complete(self, found: dict[str, Any], space: Hashable, *, chat: bool) -> Prepared:
         """Answer a chat completion, or a completion."""
-        asked = self._completion(found, chat)
+        asked = self._prompts.noted(self._completion(found, chat))
         prompts = self._prompts.of(asked)
         asked = asked._replace(applied=prompts[0].applied)
         form = CompletionForm(asked, self.engine, self._texts, [prompt.tokens for prompt in prompts])
@@ -138,7 +138,7 @@ class ServedModel:
     def message(self, found: dict[str, Any], space: Hashable) -> Prepared:
         """Answer a body of `/v1/messages`."""
         given, answer = checked(found, MESSAGES, ("model", "messages", "max_tokens")), unique("msg_")
-        asked = asked_of_message(given, self.engine.sampling_params)
+        asked = self._prompts.noted(asked_of_message(given, self.engine.sampling_params))
         prompts = self._prompts.of(asked)
         comparison = self._fingerprints.note(given, space, answer, len(prompts[0].tokens))
         asked = asked._replace(applied=prompts[0].applied)
@@ -147,7 +147,7 @@ class ServedModel:
     def respond(self, found: dict[str, Any], space: Hashable) -> Prepared:
         """Answer a body of `/v1/responses`."""
         given = checked(found, RESPONSES, ("model", "input"))
-        asked = asked_of_response(given, self.engine.sampling_params)
+        asked = self._prompts.noted(asked_of_response(given, self.engine.sampling_params))
         return self._prepared(asked, self._prompts.of(asked), ResponseForm(asked, self.engine, given), space)
 
     def embed(self, found: dict[str, Any], space: Hashable) -> VectorBody:

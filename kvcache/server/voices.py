@@ -18,6 +18,8 @@ from kvcache.server.refusals import BodyError
 
 __all__ = ["Voices"]
 
+_NO_CALLS = "its chat template has no words for calls that are known (--chat-template or --tool-parser sets others)"
+
 
 class Voices:
     """Makes the reader of each answer.
@@ -85,7 +87,7 @@ class Voices:
         if found is None and free:
             return None
         if found is None or not knows_grammars():
-            why = f"the server has no llguidance ({INSTALL})" if found is not None else "this network writes no calls"
+            why = f"the server has no llguidance ({INSTALL})" if found is not None else _NO_CALLS
             message = f"tool_choice: expected none or auto, since {why}, got one that requires a call"
             if free:
                 message = f"tools: expected functions that are not strict, since {why}, got one that is"

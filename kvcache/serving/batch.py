@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvcache.core.memory import total
 from kvcache.drafts.draft_pace import MOST_DRAFTS
 from kvcache.drafts.sources import DraftSources
-from kvcache.engine.completion import as_prompt
+from kvcache.engine.completion import as_prompt, listed
 from kvcache.engine.documents import LINK, Documents, Placed
 from kvcache.engine.network_engine import NetworkEngine
 from kvcache.engine.new_requests import NewRequests, Shared
@@ -450,7 +450,7 @@ class BatchEngine(NetworkEngine):
                 texts.
         """
         submit = partial(self.submit, params=params, namespace=namespace, **sampling)
-        requests = run_all(list(prompts), submit, self._steps.wait_for_any, progress)
+        requests = run_all([*listed(prompts, "prompts")], submit, self._steps.wait_for_any, progress)
         for each in requests:
             each.expect_end()
         return [each.result() for each in requests]
@@ -466,6 +466,7 @@ class BatchEngine(NetworkEngine):
             as `InferenceEngine.score`; InvalidOperationError: the engine was closed meanwhile, and cancelled texts.
         """
         most = self.max_positions and self.max_positions + 1  # the last token does not run
+        texts = listed(texts, "texts")
         prompts = [as_prompt(text, lambda: self.tokenizer, self.config.vocab_size, most) for text in texts]
         for tokens in prompts:
             self._new.check_span(tokens[:-1] if len(tokens) > 1 else tokens, 0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
 import re
 import reprlib
 import sys
@@ -22,7 +23,7 @@ from kvcache.support import dlpack
 
 __all__ = [
     "BFLOAT16", "REQUIRED", "as_array", "as_bytes", "as_count", "as_finite", "as_flat", "as_floats", "as_index",
-    "as_indices", "as_instance", "as_integer", "as_integers", "as_number", "as_output", "as_pair", "as_rows",
+    "as_indices", "as_instance", "as_integer", "as_integers", "as_number", "as_output", "as_pair", "as_path", "as_rows",
     "as_scores", "as_share", "as_sinks", "as_stored", "check_integers", "checked_scores", "described", "is_integer",
     "is_masked", "plain_int", "short", "spelled",
 ]
@@ -76,6 +77,13 @@ def as_instance(value: Any, kind: type[Kind], name: str) -> Kind:
         article = "an" if kind.__name__[0] in "AEIO" else "a"
         raise TypeError(f"{name}: expected {article} {kind.__name__}, got {type(value).__name__}")
     return value
+
+
+def as_path(value: Any, name: str = "path") -> str:
+    """A path as text; TypeError for what is none."""
+    if not isinstance(value, (str, bytes, os.PathLike)):
+        raise TypeError(f"{name}: expected a path, got {type(value).__name__}")
+    return os.fsdecode(value)
 
 
 def as_array(x: Any, name: str) -> npt.NDArray[Any]:

@@ -23,30 +23,30 @@ cdef extern from "kvc_system.h" nogil:
     int64_t kvc_write_at(int fd, const void *buffer, size_t n, int64_t offset)
 
 
-cdef int raise_error(int code) except -1:
-    raise OSError(code, os.strerror(code))
+cdef int64_t transfer(int fd, const unsigned char[::1] view, int64_t offset, bint reads) except -1:
+    """Read into a view, which is then writable, or write it; how many bytes one call of the system moved."""
+    cdef int64_t count
+    cdef int code
+    with nogil:
+        if reads:
+            count = kvc_read_at(fd, <void *>&view[0], <size_t>view.shape[0], offset)
+        else:
+            count = kvc_write_at(fd, &view[0], <size_t>view.shape[0], offset)
+    if count < 0:
+        code = last_error
+        raise OSError(code, os.strerror(code))
+    return count
 
 
 def read_first(int fd, list views, int64_t offset):
     """Fill the first of these writable views from `offset` on, or its beginning; how many bytes, 0 at the end."""
-    cdef unsigned char[::1] first = views[0]
-    cdef int64_t count
-    with nogil:
-        count = kvc_read_at(fd, &first[0], <size_t>first.shape[0], offset)
-    if count < 0:
-        raise_error(last_error)
-    return count
+    cdef unsigned char[::1] writable = views[0]
+    return transfer(fd, writable, offset, True)
 
 
 def write_first(int fd, list views, int64_t offset):
     """Write the first of these views from `offset` on, or its beginning; how many bytes."""
-    cdef const unsigned char[::1] first = views[0]
-    cdef int64_t count
-    with nogil:
-        count = kvc_write_at(fd, &first[0], <size_t>first.shape[0], offset)
-    if count < 0:
-        raise_error(last_error)
-    return count
+    return transfer(fd, views[0], offset, False)
 
 
 if sys.platform == "win32":

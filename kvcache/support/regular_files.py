@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvcache.errors import CheckpointError
+from kvcache.support.arguments import as_path
 from kvcache.support.descriptors import File, kind_of
 from kvcache.support.file_calls import READ, read_some, write_some
 
@@ -31,8 +32,10 @@ def open_regular(path: str | os.PathLike[str], error: type[Exception]) -> tuple[
         error: raised, with the path and the kind of file, for what is not a regular file.
 
     Raises:
+        TypeError: no path.
         OSError: of the file system.
     """
+    path = as_path(path)
     mode = os.stat(path).st_mode
     if stat.S_ISREG(mode):
         file = File(path, READ)
@@ -41,7 +44,7 @@ def open_regular(path: str | os.PathLike[str], error: type[Exception]) -> tuple[
             return file, status.st_size
         mode = status.st_mode
         file.close()
-    raise error(f"{os.fspath(path)}: expected a regular file, got {kind_of(mode)}")
+    raise error(f"{path}: expected a regular file, got {kind_of(mode)}")
 
 
 def _views(buffers: Iterable[Any]) -> list[memoryview]:

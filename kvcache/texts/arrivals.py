@@ -16,6 +16,7 @@ from kvcache.core.calibration import Calibration
 from kvcache.core.rowformat import RowFormats
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import Model
+from kvcache.support.arguments import as_path
 from kvcache.support.exclusions import expect
 from kvcache.texts.cache_arguments import CacheArguments
 from kvcache.texts.kinds.base import Layers
@@ -56,7 +57,9 @@ def as_tiers(
         expect("autosave", autosave, {"tiers"})
         return tiers
     assert autosave is not None
-    directory = autosave if isinstance(autosave, DirectoryTier) else DirectoryTier(autosave, AUTOSAVE_BYTES)
+    directory = autosave
+    if not isinstance(directory, DirectoryTier):
+        directory = DirectoryTier(as_path(autosave, "autosave"), AUTOSAVE_BYTES)
     return Tiers([directory], after_uses=1, head_start=AUTOSAVE_START)
 
 

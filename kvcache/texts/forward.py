@@ -179,7 +179,10 @@ def is_tied(space: Any) -> bool:
 
 def expect_own(namespace: Hashable) -> None:
     """Raise unless a caller may give this namespace: TypeError without a hash, ValueError for what names a prefix."""
-    hash(namespace)  # raises here rather than in the middle of a step
+    try:
+        hash(namespace)  # raises here rather than in the middle of a step
+    except TypeError as error:
+        raise TypeError(f"namespace: expected a hashable value, got an error: {error}") from None
     if isinstance(namespace, tuple) and (is_behind(namespace) or is_adapted(namespace)):
         raise ValueError(f"namespace: expected none that a prefix or an adapter names, got {short(namespace)}")
 

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.memory import total
+from kvcache.errors import InvalidOperationError
 from kvcache.networks.protocols import Attend, Float32, IndexRows
 from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.texts.block_index import CachedStart, PartStart
@@ -237,10 +238,20 @@ class Pool:
         length = self.counted.caches[0].residual_length
         return min(most, length - text.computed % length) if length else most
 
+    def may_cut(self, text: Text, pos: int) -> bool:
+        """Whether a text still has what the query at `pos` reads."""
+        return self._lacks(text, pos) is None
+
     def expect(self, text: Text, pos: int) -> None:
         """Raise InvalidOperationError if a token that the query at `pos` reads has left."""
+        if (message := self._lacks(text, pos)) is not None:
+            raise InvalidOperationError(message)
+
+    def _lacks(self, text: Text, pos: int) -> str | None:
         for i, group in enumerate(self.groups):
-            group.expect(text, i, pos)
+            if (message := group.lacks(text, i, pos)) is not None:
+                return message
+        return None
 
     def expect_room(self, text: Text, pos: int, count: int, beside: bool) -> None:
         """Raise OutOfMemoryError unless a text that is cut to `pos` has room for `count` more tokens.
@@ -259,7 +270,7 @@ class Pool:
         return False
 
     def cut(self, text: Text, pos: int) -> None:
-        """Cut a text to `pos` tokens, which `expect` allows."""
+        """Cut a text to `pos` tokens, which `may_cut` allows."""
         for i in range(len(self.groups)):
             self._cut(text, i, pos)
         text.computed = pos

@@ -15,7 +15,7 @@ from kvcache.core.layer_formats import is_mixed
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import Model, is_causal, layer_attention, layer_recurrences
 from kvcache.paged.cache import PagedKvCache
-from kvcache.support.arguments import as_bytes, as_count, as_instance
+from kvcache.support.arguments import as_bytes, as_count, as_instance, as_path
 from kvcache.support.exclusions import expect
 from kvcache.support.machine_memory import as_memory
 from kvcache.support.memory_nodes import warn_of_nodes
@@ -82,7 +82,7 @@ class CacheSettings(CacheArguments):
         """
         if self.max_memory_bytes is None:
             raise TypeError("max_memory_bytes: expected the bytes in memory beside spill, got None")
-        if not os.fspath(folder):
+        if not (folder := as_path(folder, "spill")):
             raise ValueError("spill: expected a folder, got an empty name")
         expect("spill", folder, self.features)
         if self.sparse_tokens is None:
@@ -91,7 +91,7 @@ class CacheSettings(CacheArguments):
                 "that max_memory_bytes have no room for",
                 stacklevel=4,
             )
-        return replace(self, spill=os.path.abspath(os.fspath(folder)))
+        return replace(self, spill=os.path.abspath(folder))
 
     def with_states(self, max_state_bytes: int | str | None) -> CacheSettings:
         """These settings with another limit of cached states.

@@ -14,7 +14,7 @@ from itertools import groupby
 from threading import RLock
 from time import monotonic, sleep
 
-from kvcache.support.arguments import as_bytes
+from kvcache.support.arguments import as_bytes, as_path
 from kvcache.support.copies import refuse_copies
 from kvcache.support.descriptors import File, kind_of
 from kvcache.support.file_calls import (
@@ -82,9 +82,9 @@ class DirectoryTier:
     """
 
     def __init__(self, path: str | os.PathLike[str], max_bytes: int | str, *, secret: bytes | None = None) -> None:
-        if not os.fspath(path):
+        if not (path := as_path(path)):
             raise ValueError("path: expected a directory, got an empty name")
-        self.path = os.path.abspath(os.fspath(path))
+        self.path = os.path.abspath(path)
         self.max_bytes = as_bytes(max_bytes, "max_bytes")
         if not self.max_bytes:
             raise ValueError("max_bytes: expected at least 1, got 0")

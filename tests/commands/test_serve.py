@@ -59,7 +59,7 @@ def test_what_the_command_refuses(capsys, monkeypatch):
     for arguments, message in (
         (["--host", "example.com"], "host: expected a loopback address, or --api-keys beside it, got example.com"),
         (["--port", "99999"], "port: expected an int <= 65535, got 99999"),
-        (["--api-keys", "nowhere.txt"], "No such file or directory: 'nowhere.txt'"),
+        (["--api-keys", "nowhere.txt"], "--api-keys: expected a path that can be opened, got nowhere.txt: No "),
         (["--timeout", "0"], "timeout: expected a finite number above 0, got 0.0"),
         (["--timeout", "inf"], "timeout: expected a finite number above 0, got inf"),
         (["--timeout", "nan"], "timeout: expected a finite number above 0, got nan"),

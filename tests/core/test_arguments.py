@@ -8,10 +8,12 @@ import pytest
 from hostile.limited_process import limited_memory
 
 from kvcache import (
+    BatchEngine,
     CachedKvState,
     CacheManager,
     EvictionPolicy,
     EvictionStrategy,
+    InferenceEngine,
     KvCache,
     KVCacheConfig,
     KvCacheError,
@@ -22,9 +24,12 @@ from kvcache import (
     SamplingParams,
     merge_attention,
 )
+from kvcache.core.calibration import Calibration
+from kvcache.demo import DIRECTORY
 from kvcache.eviction import pyramid_budgets
 from kvcache.kernels.matrix import Matrix
 from kvcache.support.arguments import short
+from kvcache.tiers import DirectoryTier
 
 NO_COUNTS = [2.5, 4.0, float("nan"), True, np.True_, "4", None, 1j, np.float32(4), np.array(4), np.timedelta64(4, "s")]
 COUNTS = {
@@ -300,6 +305,22 @@ def test_larger_values_are_refused(bad):
         with pytest.raises(ValueError, match=r"that f32 can hold, up to 2\*\*96, got .* in row 2"):
             cache.write(0, 1, *pair)
     np.testing.assert_array_equal(cache.read(0, 1), before)
+
+
+def test_what_is_no_path_is_named():
+    prefixes, demo = PrefixKvCache(), DIRECTORY
+    for name, call in (
+        ("path", prefixes.save), ("path", prefixes.load), ("path", PrefixCache(4, 2, 1, 1, 8).load),
+        ("path", lambda path: DirectoryTier(path, 1 << 20)), ("path", Calibration.load),
+        ("path", InferenceEngine.from_gguf), ("directory", InferenceEngine.from_pretrained),
+        ("spill", lambda path: PagedKvCache(4, 4, 2, 8, spill=path, max_memory_bytes=1 << 20)),
+        ("spill", lambda path: InferenceEngine.from_pretrained(demo, spill=path, max_memory_bytes="1MiB")),
+        ("autosave", lambda path: BatchEngine.from_pretrained(demo, autosave=path)),
+    ):
+        with pytest.raises(TypeError, match=f"^{name}: expected a path, got int"):
+            call(3)
+    with pytest.raises(TypeError, match=r"^chat_template: expected a str, got int"):
+        InferenceEngine.from_pretrained(demo, chat_template=3)
 
 
 def test_values_in_messages_are_one_line():

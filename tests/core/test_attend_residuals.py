@@ -5,10 +5,10 @@ import pytest
 from blocks import Scattered
 from oracles import kernels as oracle
 
-from kvcache.kernels import kernelcalls
+from kvcache.kernels import kernelcalls, kernels
 
 HEADS, GROUP, DIM, VALUE_DIM = 2, 3, 32, 16
-FORMATS = {"f32": 2e-5, "f16": 2e-5, "q8": 0.01, "q4": 0.01, "q2": 0.01}
+FORMATS = {name: 0.01 if each.quantised else 2e-5 for name, each in kernels.FORMATS.items()}
 LENGTHS, NEAR, COUNTS = [33, 0, 2100, 64, 16], [70, 9, 130, 0, 1], [2, 9, 1, 40, 1]
 
 

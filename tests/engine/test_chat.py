@@ -120,6 +120,7 @@ def test_what_templates_use(tmp_path, template, text):
 
 
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+BARE = {key: value for key, value in CALL.items() if key != "content"}  # as clients send what has none
 PARTS = {"role": "user", "content": [{"type": "text", "text": " a"}, {"type": "text", "text": "b "}]}
 
 
@@ -128,6 +129,8 @@ PARTS = {"role": "user", "content": [{"type": "text", "text": " a"}, {"type": "t
     [
         ("{{ m.content + '.' }}", CALL, "."),
         ("{{ m['content'].strip() }}{{ m.tool_calls | length }}", CALL, "1"),
+        ("{{ m['content'].strip() }}{{ m.tool_calls | length }}", BARE, "1"),
+        ("{% if m['content'] is none %}calls{% else %}{{ m['content'] }}{% endif %}", BARE, "calls"),
         ("{% if m['content'] is none %}calls{% else %}{{ m['content'] }}{% endif %}", CALL, "calls"),
         ("{% if m.content is not none %}{{ m.content }}{% endif %}", CALL, ""),
         ("{{ m.content + '.' }}", PARTS, " ab ."),
@@ -230,9 +233,9 @@ def test_values_of_subclasses_are_plain(tmp_path):
     class Number(IntEnum):
         TWO = 2
 
-    message = {"role": Role.USER, "content": np.float64(0.5), Role.USER: Number.TWO}
+    message = {"role": Role.USER, "seconds": np.float64(0.5), "content": "", Role.USER: Number.TWO}
     template = "{{ messages[0]['role'] }} {{ messages | tojson }}"
-    assert written(tmp_path, template, [message]) == 'user [{"role": "user", "content": 0.5, "user": 2}]'
+    assert written(tmp_path, template, [message]) == 'user [{"role": "user", "seconds": 0.5, "content": "", "user": 2}]'
 
 
 def test_templates_of_several_places_and_names(tmp_path):
@@ -264,7 +267,10 @@ def test_templates_of_several_places_and_names(tmp_path):
         ([{"role": "user", "content": object()}], TypeError, "messages: expected texts"),
         ([{"role": "user", "content": b"x"}], TypeError, "messages: expected texts"),
         ([{"role": "wizard", "content": "x"}], ValueError, "messages: expected ones .* no wizards"),
-        ([{"role": "user", "content": {"x": 1}}], ValueError, "messages: expected ones .* error of it"),
+        ([{"role": "user", "content": {"x": 1}}], TypeError, r"messages: expected a \"content\" of .*, got {'x': 1}"),
+        ([{"role": "tool", "content": 5}], TypeError, 'messages: expected a "content" of text or parts, got 5'),
+        ([{"role": "user", "contents": "x"}], ValueError, 'messages: expected a "content" beside the role user, got'),
+        ([{"role": "tool", "content": {"x": 1}}], ValueError, "messages: expected ones .* error of it"),
         ([{"role": "user", "content": ["x"]}], ValueError, r"messages: expected parts of type text, got \['x'\]"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], ValueError, "messages: expected parts of type text"),
     ],

@@ -15,6 +15,8 @@ from kvcache.demo import DIRECTORY
 from kvcache.engine import InferenceEngine, PrefixCachedEngine
 from kvcache.serving import BatchEngine
 
+pytestmark = pytest.mark.one_build
+
 LONG = replace(GREEDY, max_tokens=24)
 
 

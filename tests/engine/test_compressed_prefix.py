@@ -6,15 +6,16 @@ import re
 
 import numpy as np
 import pytest
+from format_pairs import NEIGHBOURS
 from oracles.compressed import DensePrefix, best_of
 from places import GOLDEN
 from saved_caches import set_bits
 from serving import Clock
 
-from kvcache import BatchEngine, PrefixCachedEngine, SamplingParams
+from kvcache import BatchEngine, PagedKvCache, PrefixCachedEngine, SamplingParams
 from kvcache.engine import InferenceEngine, LayerAttention, Probe, Transformer
 from kvcache.errors import InvalidOperationError, OutOfMemoryError, SnapshotError
-from kvcache.kernels.kernels import BITS_VERSION
+from kvcache.kernels.kernels import BITS_VERSION, FORMATS
 from kvcache.policies import TOVA, AdaKV, ExpectedAttention, KeyDiff, KVzip, SnapKV
 from kvcache.texts.compressed_prefix import CompressedPrefix
 
@@ -92,7 +93,9 @@ def test_whole_prefixes_change_nothing_but_rounding(network, capped):
     assert found.nbytes == found.whole_nbytes
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "q4"}, {"dtype": "q8", "residual_length": 0}], ids=str)
+@pytest.mark.parametrize("options", [
+    {}, {"dtype": "q8", "residual_length": 0}, *({"key_dtype": key, "value_dtype": value} for key, value in NEIGHBOURS),
+], ids=str)
 def test_texts_behind_it_have_their_bits_in_any_company(network, tmp_path, options):
     engine = InferenceEngine(network, **options)
     found = engine.compress(TOKENS, kvzip(), ratio=0.3)
@@ -118,6 +121,29 @@ def test_texts_behind_it_have_their_bits_in_any_company(network, tmp_path, optio
     assert logprobs[1] == logprobs[3] == logprobs[5] == want.logprobs
     assert logprobs[0] == logprobs[4] == plain.logprobs != want.logprobs
     assert engine.complete(TAIL, params, prefix=other).logprobs == logprobs[2] != want.logprobs
+
+
+@pytest.mark.parametrize("own", ["f32", "q5"])
+def test_another_format_rounds_what_the_engine_has(network, tmp_path, own):
+    """From any format into any other: as a cache of it stores these rows, in memory and in a file."""
+    engine, policy = InferenceEngine(network, dtype=own), SnapKV(8, per_head=True)
+    exact = engine.compress(TOKENS, policy, ratio=0.3, dtype="f32")
+    rows = [exact.cache.read(i, i) for i in range(exact.cache.num_layers)]
+    for name in FORMATS:
+        found = engine.compress(TOKENS, policy, ratio=0.3, dtype=name)
+        assert positions(found, network.config) == positions(exact, network.config)
+        found.save(tmp_path / "prefix")
+        again = InferenceEngine(network).load_compressed(tmp_path / "prefix")
+        assert (again.name, again.nbytes) == (found.name, found.nbytes)
+        for i, sides in enumerate(rows):
+            plain = PagedKvCache(8, 16, 1, network.config.head_dim, dtype=name)
+            plain.allocate(0, len(sides[0]))
+            plain.write(0, 0, *sides)
+            for want, *got in zip(plain.read(0, 0), found.cache.read(i, i), again.cache.read(i, i), strict=True):
+                for each in got:
+                    np.testing.assert_array_equal(each, want)
+        one, other = (InferenceEngine(network).score(TAIL, prefix=each) for each in (found, again))
+        np.testing.assert_array_equal(one, other)
 
 
 def test_cached_blocks_are_those_behind_one_prefix(network, prefix):

@@ -7,6 +7,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from format_pairs import RING
 from places import CHECKED, GOLDEN, MODELS, in_every_build
 from prefix_engines import GREEDY, SHORT, prompt, settled
 
@@ -15,7 +16,7 @@ from kvcache.errors import InvalidOperationError
 from kvcache.sampling.sampling import Sampler
 
 LENGTHS = (1, 15, 16, 17, 33, 200)
-FORMATS = [*((name, name) for name in ("f16", "q8", "q4", "q3", "q2")), ("q6", "q5"), ("f16", "q2"), ("q4", "f32")]
+FORMATS = [*RING[1:], ("f16", "f16"), ("q4", "q4"), ("q4", "f32")]
 SIXTEEN = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=16)
 
 

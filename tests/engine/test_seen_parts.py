@@ -9,7 +9,7 @@ import pytest
 from oracles.seen import seen_logits, seen_positions
 from places import GOLDEN
 from seeded_weights import golden_folder
-from serving import GREEDY, run, settled
+from serving import GREEDY, Clock, run, settled
 from state_networks import StateNetwork
 from windowed_networks import Windowed
 
@@ -134,7 +134,13 @@ def test_one_segment_is_the_plain_text_but_for_rounding(network):
 # -- its bits ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*FORMATS, *WINDOWED])
+# Where builds check: one in blocks and one with windows. The others differ in kernels, which tests/kernels runs.
+CHECKED = ("q4", "gemma3")
+OTHERS = [name for name in (*FORMATS, *WINDOWED) if name not in CHECKED]
+NAMES = [*CHECKED, *(pytest.param(name, marks=pytest.mark.one_build) for name in OTHERS)]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_bits_depend_on_the_request_alone(network, name, tmp_path):
     """Cold, warm, other orders first, in pieces, in batches, on threads, preempted, from a file and from a tier."""
     folder, dtype = WINDOWED.get(name, (None, name))
@@ -161,7 +167,7 @@ def test_bits_depend_on_the_request_alone(network, name, tmp_path):
         assert loaded.inner.prefill_token_count - before <= 16 + len(own)  # the texts that it sees were there
     preempted = 0
     for blocks, most in ((300, 8), (24 if name == "q4" else 26, 64), (300, 1)):
-        batch = BatchEngine(network, num_blocks=blocks, max_running=most, **options)
+        batch = BatchEngine(network, num_blocks=blocks, max_running=most, clock=Clock(), **options)
         waiting = [batch.submit(own, PARAMS, prefix=each) for each, own in [*asked, *asked[::-1]]]
         run(batch, check=most != 1)
         assert [key(each.completions()[0]) for each in waiting] == want + want[::-1]
@@ -185,7 +191,7 @@ def test_first_tokens_of_a_request_stay_in_f16(network, length):
             assert [key(cached.complete(own, PARAMS, prefix=each)) for each, own in asked[::turn]][::turn] == want
         cached.check()
         for blocks, most in ((300, 3), (26, 64), (300, 1)):
-            batch = BatchEngine(network, num_blocks=blocks, max_running=most, **options)
+            batch = BatchEngine(network, num_blocks=blocks, max_running=most, clock=Clock(), **options)
             waiting = [batch.submit(own, PARAMS, prefix=each) for each, own in [*asked, *asked[::-1]]]
             run(batch)  # f16 rows take no more memory than was reserved
             assert [key(each.completions()[0]) for each in waiting] == want + want[::-1]

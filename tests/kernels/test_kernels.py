@@ -267,6 +267,7 @@ def ask(code, **environ):
     )
 
 
+@pytest.mark.one_build
 @pytest.mark.exhaustive
 def test_the_environment_chooses_level_and_threads():
     got = ask("print(k.simd_level(), k.get_num_threads())", KVCACHE_SIMD="scalar", KVCACHE_NUM_THREADS="3")
@@ -274,6 +275,7 @@ def test_the_environment_chooses_level_and_threads():
 
 
 @pytest.mark.exhaustive
+@pytest.mark.one_build
 @pytest.mark.parametrize(
     ("name", "value"),
     [("KVCACHE_SIMD", "sse9"), ("KVCACHE_NUM_THREADS", "none"), ("KVCACHE_NUM_THREADS", "0")],

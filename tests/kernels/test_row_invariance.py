@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 from blocks import Scattered
+from format_pairs import ALIKE
 from pace import FAST, half
 
 from kvcache import PagedKvCache, get_num_threads, set_num_threads
 from kvcache.kernels import kernelcalls, kernels
 
 FORMATS = [
-    *((name, name) for name in ("f32", "f16", "q8", "q6", "q5", "q4", "q3", "q2")),
-    ("f32", "q4"), ("q8", "f16"), ("q4", "q8"), ("q8", "q2"), ("q3", "f32"),
+    *ALIKE, ("f32", "q4"), ("q8", "f16"), ("q4", "q8"), ("q8", "q2"), ("q3", "f32"),
 ]
 
 

@@ -69,19 +69,20 @@ def engine_class(engine_of):
     return engine_of[1]
 
 
-@pytest.mark.parametrize(("length", "chunk"), [*((n, None) for n in PROMPT_LENGTHS),
-                                               *((n, size) for n in PROMPT_LENGTHS for size in (7, 33) if size < n)])
-def test_networks(network, length, chunk):
+def test_networks(network):
     """The network alone, by naive attention: every position, compared with float64.
 
     To `NOISE`. Where float32 rounds by more than that, as the distance of transformers in float32 shows, to twice
     that distance.
     """
     model, arrays = network
-    expected, theirs = arrays[f"exact_{length}"], arrays[f"logits_{length}"]
-    largest, rounding = np.abs(expected).max(), np.abs(theirs - expected).max()
-    rows = run_dense(model, arrays[f"prompt_{length}"], chunk)[arrays[f"positions_{length}"]]
-    np.testing.assert_allclose(rows, expected, rtol=0, atol=max(NOISE * largest, 2 * rounding))
+    for length in PROMPT_LENGTHS:
+        expected, theirs = arrays[f"exact_{length}"], arrays[f"logits_{length}"]
+        largest, rounding = np.abs(expected).max(), np.abs(theirs - expected).max()
+        for chunk in (None, *(size for size in (7, 33) if size < length)):
+            rows = run_dense(model, arrays[f"prompt_{length}"], chunk)[arrays[f"positions_{length}"]]
+            bound = max(NOISE * largest, 2 * rounding)
+            np.testing.assert_allclose(rows, expected, rtol=0, atol=bound, err_msg=f"{length} in pieces of {chunk}")
 
 
 def test_a_position_that_no_text_of_the_regime_has():
@@ -98,68 +99,69 @@ def test_a_position_that_no_text_of_the_regime_has():
         run_dense(loaded("llama")[0], tokens, regime=1)
 
 
-@pytest.mark.parametrize("length", PROMPT_LENGTHS)
-def test_networks_continue_greedily(network, length):
+def test_networks_continue_greedily(network):
     """Each token is that of the text so far, in the regime of its length."""
     model, arrays = network
-    text = np.concatenate([arrays[f"prompt_{length}"], arrays[f"greedy_{length}"]])
-    ends = np.arange(length, len(text))
-    regimes = np.array([model.regime(end) for end in ends])
-    for regime in set(regimes.tolist()):
-        last = int(ends[regimes == regime].max())
-        choices = run_dense(model, text[:last], regime=regime).argmax(axis=1)
-        for end in ends[regimes == regime]:
-            assert choices[end - 1] == text[end]
+    for length in PROMPT_LENGTHS:
+        text = np.concatenate([arrays[f"prompt_{length}"], arrays[f"greedy_{length}"]])
+        ends = np.arange(length, len(text))
+        regimes = np.array([model.regime(end) for end in ends])
+        for regime in set(regimes.tolist()):
+            last = int(ends[regimes == regime].max())
+            choices = run_dense(model, text[:last], regime=regime).argmax(axis=1)
+            for end in ends[regimes == regime]:
+                assert choices[end - 1] == text[end], length
 
 
-@pytest.mark.parametrize(("length", "chunk"), CUTS)
-def test_logits(golden, engine_class, length, chunk):
+def test_logits(golden, engine_class):
     model, arrays = golden
-    engine = engine_class(model, prefill_chunk=chunk)
-    logits = engine.prefill_from_pos(arrays[f"prompt_{length}"], 0)
-    np.testing.assert_allclose(logits, arrays[f"logits_{length}"][-1], rtol=0, atol=TOLERANCE)
-    engine.check()
+    for length, chunk in CUTS:
+        engine = engine_class(model, prefill_chunk=chunk)
+        logits = engine.prefill_from_pos(arrays[f"prompt_{length}"], 0)
+        expected, cut = arrays[f"logits_{length}"][-1], f"{length} in pieces of {chunk}"
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE, err_msg=cut)
+        engine.check()
 
 
-@pytest.mark.parametrize("length", PROMPT_LENGTHS)
-def test_logits_of_every_position_by_decoding(golden, engine_class, length):
+def test_logits_of_every_position_by_decoding(golden, engine_class):
     model, arrays = golden
-    engine = engine_class(model)
-    prompt = arrays[f"prompt_{length}"]
-    rows = np.array([engine.decode_step(token, pos) for pos, token in enumerate(prompt)])
-    positions = arrays[f"positions_{length}"]
-    # The reference saw the whole text at once: its first tokens too have the angles of a text of that length.
-    same = np.array([model.regime(pos + 1) == model.regime(length) for pos in positions])
-    expected = arrays[f"logits_{length}"][same]
-    np.testing.assert_allclose(rows[positions[same]], expected, rtol=0, atol=TOLERANCE)
+    for length in PROMPT_LENGTHS:
+        engine = engine_class(model)
+        prompt = arrays[f"prompt_{length}"]
+        rows = np.array([engine.decode_step(token, pos) for pos, token in enumerate(prompt)])
+        positions = arrays[f"positions_{length}"]
+        # The reference saw the whole text at once: its first tokens too have the angles of a text of that length.
+        same = np.array([model.regime(pos + 1) == model.regime(length) for pos in positions])
+        expected = arrays[f"logits_{length}"][same]
+        np.testing.assert_allclose(rows[positions[same]], expected, rtol=0, atol=TOLERANCE, err_msg=f"{length} tokens")
 
 
 @pytest.mark.one_build
-@pytest.mark.parametrize(("length", "chunk"), list(zip(PROMPT_LENGTHS, (64, 7, 7, 64, 64, 7), strict=True)))
-def test_greedy_continuation(golden, engine_class, length, chunk):
+def test_greedy_continuation(golden, engine_class):
     model, arrays = golden
-    engine = engine_class(model, prefill_chunk=chunk)
-    assert engine.generate(arrays[f"prompt_{length}"], GREEDY) == arrays[f"greedy_{length}"].tolist()
-    engine.check()
+    for length, chunk in zip(PROMPT_LENGTHS, (64, 7, 7, 64, 64, 7), strict=True):
+        engine = engine_class(model, prefill_chunk=chunk)
+        assert engine.generate(arrays[f"prompt_{length}"], GREEDY) == arrays[f"greedy_{length}"].tolist(), length
+        engine.check()
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_scores_are_the_log_softmax(golden, engine_class, chunk):
+def test_scores_are_the_log_softmax(golden, engine_class):
     model, arrays = golden
     prompt, logits = arrays["prompt_33"], arrays["logits_33"][:-1].astype(np.float64)
     expected = (logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)))[np.arange(32), prompt[1:]]
-    scores = engine_class(model, prefill_chunk=chunk).score(prompt)
-    assert scores.dtype == np.float32
-    np.testing.assert_allclose(scores, expected, rtol=0, atol=TOLERANCE)
+    for chunk in CHUNKS:
+        scores = engine_class(model, prefill_chunk=chunk).score(prompt)
+        assert scores.dtype == np.float32
+        np.testing.assert_allclose(scores, expected, rtol=0, atol=TOLERANCE, err_msg=f"pieces of {chunk}")
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("f16", 0.01), ("q8", 0.1), ("q4", 1.5)])
-def test_the_error_of_compressed_caches(network, dtype, bound):
+def test_the_error_of_compressed_caches(network):
     """The root mean square error of the logits, whose spread is about 3; random networks amplify noise."""
     model, arrays = network
-    logits = InferenceEngine(model, dtype=dtype).prefill_from_pos(arrays["prompt_200"], 0)
-    error = float(np.sqrt(np.mean((logits - arrays["logits_200"][-1]) ** 2)))
-    assert 0 < error < bound
+    for dtype, bound in (("f16", 0.01), ("q8", 0.1), ("q4", 1.5)):
+        logits = InferenceEngine(model, dtype=dtype).prefill_from_pos(arrays["prompt_200"], 0)
+        error = float(np.sqrt(np.mean((logits - arrays["logits_200"][-1]) ** 2)))
+        assert 0 < error < bound, dtype
 
 
 @pytest.mark.parametrize("name", in_every_build(MODELS))

@@ -24,6 +24,8 @@ from kvcache.networks.checkpoint import Checkpoint
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.safetensors import SafetensorsFile
 
+pytestmark = pytest.mark.one_build
+
 
 @pytest.fixture
 def checkpoint(tmp_path):
@@ -406,7 +408,6 @@ def test_memory_and_progress():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.one_build
 def test_loading_takes_little_more_than_the_result(tmp_path):
     """The most memory that loading takes, in a process of its own, for a network whose f32 weights take 59 MB."""
     script = f"""

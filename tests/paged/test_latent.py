@@ -75,6 +75,27 @@ def test_rows_take_half_and_are_read_as_a_cache_of_keys_reads_them(dtype):
     assert error_of(keys, rows) <= bound[dtype]
 
 
+def test_each_layer_may_have_another_format():
+    """As caches of one layer each, bit for bit, through forks and cuts."""
+    mixed = PagedKvCache(8, 16, latent=(64, 32), num_layers=len(FORMATS), dtype=[*FORMATS])
+    mixed.allocate(0, TOKENS)
+    alone = [filled((64, 32), name) for name in FORMATS]
+    for layer, (_, rows) in enumerate(alone):
+        mixed.write(layer, 0, rows)
+    for cache in (mixed, *(cache for cache, _ in alone)):
+        cache.fork(0, 1)
+        cache.truncate(1, 20)
+    queries = np.random.default_rng(2).standard_normal((5, 5, 96)).astype(np.float32)
+    for layer, (cache, _) in enumerate(alone):
+        for own, other in zip(mixed.read(layer, 1), cache.read(0, 1), strict=True):
+            np.testing.assert_array_equal(own, other)
+        own, other = (
+            each.attention(i, queries, [0, 1], query_lens=[2, 3], scale=0.1) for each, i in ((mixed, layer), (cache, 0))
+        )
+        np.testing.assert_array_equal(own, other)
+    mixed.check()
+
+
 def test_an_outlier_is_spread_over_its_part():
     rows = np.random.default_rng(3).standard_normal((32, 1, 96)).astype(np.float32)
     rows[:, :, 5] *= 30

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+from format_pairs import RING
 
 from kvcache import Calibration, PagedKvCache, PrefixCache, SnapshotError
 
 HEADS, DIM, SIZE = 2, 32, 8
-KEYS, VALUES = ("q8", "q2", "f32", "q4", "f16"), ("q4", "q4", "q3", "f16", "f32")
+KEYS, VALUES = zip(*RING, strict=True)
 LAYERS = range(len(KEYS))
 
 

@@ -6,6 +6,7 @@ from small_paged import rows, written
 
 from kvcache import PagedKvCache
 from kvcache.errors import BlockNotFoundError, OutOfMemoryError
+from kvcache.kernels.kernels import FORMATS
 
 
 def test_write_and_read_back():
@@ -113,7 +114,7 @@ def test_other_dtypes_are_converted():
         np.testing.assert_array_equal(c.read(0, 1)[0], k.astype(dtype).astype(np.float32))
 
 
-@pytest.mark.parametrize("dtype", ["f32", "f16", "q8", "q6", "q5", "q4", "q3", "q2"])
+@pytest.mark.parametrize("dtype", FORMATS)
 def test_what_was_never_written_is_zero_whoever_held_the_block_before(rng, dtype):
     c = PagedKvCache(6, 16, 2, 32, num_layers=2, dtype=dtype)
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from format_pairs import NEIGHBOURS
+from pace import FAST
 from posix_modules import needs_posix, resource
 
 from kvcache import PagedKvCache
 from kvcache.errors import KvCacheError, SpillError
-
-FORMATS = [("q4", "q4"), ("f16", "f16"), ("q8", "q3"), ("f32", "f32")]
 
 
 def pair_of_caches(tmp_path, share, blocks=200, heads=2, dim=64, **options):
@@ -35,15 +35,15 @@ def attended(cache, rng, layer, seqs, lens, dim=64):
     return [*found, cache.attention(layer, queries, seqs, query_lens=lens, mask=parents)]
 
 
-@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize("formats", NEIGHBOURS)
 def test_random_calls_have_the_bits_of_memory(rng, two_threads, tmp_path, monkeypatch, formats):
-    """Sequences that grow, share, are cut and end, with a tenth of the bytes in memory; f16 as on other systems."""
-    if formats[0] == "f16":
+    """Sequences that grow, share, are cut and end, with a tenth of the bytes in memory; one as on other systems."""
+    if formats == NEIGHBOURS[0]:
         monkeypatch.setattr("kvcache.support.spill_file.DIRECT", 0)
         monkeypatch.setattr("kvcache.support.spill_file.UNNAMED", 0)
     caches = pair_of_caches(tmp_path, 0.1, key_dtype=formats[0], value_dtype=formats[1])
     lens, seed = {}, 0
-    for step in range(30):
+    for step in range(12 if FAST else 30):
         seed += 1
         do = rng.integers(6)
         if do == 0 and lens:
@@ -123,7 +123,7 @@ def test_residuals_and_separate_layers_have_the_bits_of_memory(tmp_path):
 
 def test_tokens_that_move_out_of_blocks_have_the_bits_of_memory(tmp_path):
     """The blocks that a compaction leaves stay until all of them have moved, wherever these lie; also shared ones."""
-    for formats in FORMATS:
+    for formats in NEIGHBOURS:
         rng = np.random.default_rng(2)
         rows, kept = rng.standard_normal((2, 800, 2, 64)).astype(np.float32), np.sort(rng.permutation(800)[:600])
         caches = pair_of_caches(tmp_path, 0.1, key_dtype=formats[0], value_dtype=formats[1])

@@ -2,16 +2,14 @@
 
 import numpy as np
 import pytest
+from format_pairs import ALIKE
 from oracles.kernels import attend
 from pace import half
 
 from kvcache import PagedKvCache, get_num_threads, set_num_threads
 from kvcache.kernels import kernels
 
-FORMATS = [
-    *((name, name) for name in ("f32", "f16", "q8", "q6", "q5", "q4", "q3", "q2")), ("f32", "q4"), ("q8", "f16"),
-    ("q4", "q8"),
-]
+FORMATS = [*ALIKE, ("f32", "q4"), ("q8", "f16"), ("q4", "q8")]
 WINDOWS = [1, 2, 15, 16, 17, 63, 64, 65, 511, 512, 513, 3000]
 HEADS, GROUP = 2, 2
 

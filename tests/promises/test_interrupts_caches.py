@@ -24,7 +24,7 @@ from subjects.subject import Subject
 from kvcache.core.locks import CallLock
 from kvcache.states.token_rows import rows_of
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = [pytest.mark.exhaustive, pytest.mark.one_build]  # interrupts come between lines of Python alone
 
 MODULES = [importlib.import_module(name) for name in ("subjects.caches", "subjects.prefix", "subjects.saved")]
 OPERATIONS = [

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import re
 import sys
+import zipfile
 from importlib.machinery import SourceFileLoader
 
 import pytest
@@ -100,9 +101,11 @@ def test_every_platform_and_version_is_tested(jobs, wheels):
     named = [version for version in wheels.VERSIONS if not version.endswith("t")]  # t: without the GIL
     assert re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project) == named
     assert '"Programming Language :: Python :: Free Threading :: ' in project
-    for job in ("test", "test-musl", "test-windows"):  # of 3.14t there is no image of Alpine
-        versions = [*wheels.VERSIONS] if job == "test" else named
-        assert jobs[job]["strategy"]["matrix"]["python"] == versions
+    for job in ("test", "test-musl", "test-windows"):
+        matrix = jobs[job]["strategy"]["matrix"]
+        tested = {(machine, version) for machine in matrix["machine"] for version in matrix["python"]}
+        tested |= {(each["machine"], each["python"]) for each in matrix.get("include", ())}
+        assert tested == {(machine, version) for machine in matrix["machine"] for version in wheels.VERSIONS}
 
 
 def test_a_build_is_told_where_it_will_run(wheels, tmp_path, monkeypatch):
@@ -111,7 +114,7 @@ def test_a_build_is_told_where_it_will_run(wheels, tmp_path, monkeypatch):
     monkeypatch.setattr(wheels, "numpy_headers", lambda *platform: tmp_path)
     monkeypatch.setattr(wheels, "windows_headers", lambda *python: "/python.lib")
     for platform in wheels.PLATFORMS:
-        found = wheels.build_settings("python", "3.12", platform)
+        found = wheels.build_settings("/zig", "python", "3.12", platform)
         machine = found["_PYTHON_HOST_PLATFORM"].split("-")[-1]  # as setup.py reads it
         assert machine in ("x86_64", "aarch64", "arm64", "amd64")
         assert platform.tag.endswith(machine)
@@ -119,6 +122,68 @@ def test_a_build_is_told_where_it_will_run(wheels, tmp_path, monkeypatch):
         exec((tmp_path / "settings" / f"{platform.tag}-3.12" / "_sysconfigdata_target.py").read_text(), names)
         assert f"-target {platform.target}" in names["build_time_vars"]["CC"]
         assert platform.suffix in names["build_time_vars"]["EXT_SUFFIX"]
+
+
+def test_an_environment_is_of_what_it_requires(wheels, tmp_path, monkeypatch):
+    monkeypatch.setattr(wheels, "WORK", tmp_path)
+    monkeypatch.chdir(PROJECT)
+    ran = []
+
+    def run(*command, **options):
+        ran.append(command)
+        if "venv" in command:
+            command[-1].mkdir()
+        return python
+
+    monkeypatch.setattr(wheels, "run", run)
+    for python, more, made in (
+        ("3.14.6", ("ziglang",), True),
+        ("3.14.6", ("ziglang",), False),
+        ("3.14.6", ("ziglang", "twine"), True),
+        ("3.14.7", ("ziglang", "twine"), True),
+        ("3.14.7", ("ziglang", "twine"), False),
+    ):
+        ran.clear()
+        wheels.environment_of("tools", "python3", *more)
+        installed = [command for command in ran if "install" in command]
+        assert len(installed) == made, (python, more)
+        assert all({"build", *more} < {*command} for command in installed)
+        assert {path.name for path in (tmp_path / "tools").iterdir()} == {"ready"}
+
+
+def test_a_wheel_has_each_file_of_the_sources_once(wheels, tmp_path):
+    """A module of a source that is gone, a linker's own file and a module of another Python stay out."""
+    package, built = tmp_path / "kvcache", tmp_path / "build" / "any" / "lib.any" / "kvcache"
+    for folder in (package / "support", package / "server", package / "demo", built / "support"):
+        folder.mkdir(parents=True)
+    for name in ("__init__.py", "heap.pyx", "heap.pyi", "py.typed", "server/page.html", "demo/README.md", "guide.md"):
+        (package / name).touch()
+    for name in ("__init__.py", "gone.py", "heap.cpython-314-x.so", "gone.cpython-314-x.so", "heap.lib"):
+        (built / name).touch()
+    (built / "support" / "cython_runtime.cpython-314-x.so").touch()
+    wheels.remove_leftovers(tmp_path)
+    kept = {path.relative_to(built.parent).as_posix() for path in built.rglob("*") if path.is_file()}
+    modules = {"kvcache/heap.cpython-314-x.so", "kvcache/support/cython_runtime.cpython-314-x.so"}
+    assert kept == {"kvcache/__init__.py"} | modules
+
+    names = kept | {"kvcache/heap.pyi", *wheels.DATA, *(f"kvcache_cpu-1.dist-info/{name}" for name in wheels.ABOUT)}
+    file = tmp_path / "kvcache_cpu-1-cp314-cp314-any.whl"
+    for less, more, wrong in (
+        ((), (), None),
+        (("kvcache/heap.pyi",), (), r"without \['kvcache/heap.pyi'\]"),
+        (("kvcache/heap.cpython-314-x.so",), (), r"without \['kvcache/heap.pyx'\]"),
+        (("kvcache/heap.cpython-314-x.so",), ("kvcache/heap.cpython-314t-x.so",), "modules of one Python"),
+        ((), ("kvcache/heap.cpython-314t-x.so",), "each file of the sources once, got"),
+        ((), ("kvcache/heap.lib",), r"with \['kvcache/heap.lib'\]"),
+    ):
+        with zipfile.ZipFile(file, "w") as archive:
+            for name in sorted({*names, *more} - {*less}):
+                archive.writestr(name, "")
+        if wrong is None:
+            wheels.check_contents(file, tmp_path)
+        else:
+            with pytest.raises(SystemExit, match=wrong):
+                wheels.check_contents(file, tmp_path)
 
 
 def test_no_page_says_that_an_index_has_it():

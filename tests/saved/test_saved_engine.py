@@ -5,6 +5,7 @@ from collections import namedtuple
 
 import numpy as np
 import pytest
+from format_pairs import NEIGHBOURS
 from places import GOLDEN, MODELS, in_every_build
 from saved_caches import set_bits
 from seeded_weights import golden_folder
@@ -18,7 +19,6 @@ from kvcache.tiers import Tiers
 
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=64)
 SHORT = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
-PAIRS = [("f32", "f32"), ("f16", "f16"), ("q8", "q4"), ("q3", "q5")]
 
 
 def engine(model, blocks=64, **options):
@@ -49,7 +49,7 @@ def test_the_answers_of_every_model(tmp_path, name):
 
 
 @pytest.mark.parametrize("rotate", [True, False])
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("pair", NEIGHBOURS, ids="-".join)
 def test_every_block_comes_back_bit_for_bit(tmp_path, network, pair, rotate):
     options = {"key_dtype": pair[0], "value_dtype": pair[1], "rotate": rotate}
     saved, loaded = engine(network, **options), engine(network, **options)

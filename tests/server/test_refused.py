@@ -94,6 +94,30 @@ def test_settings_that_change_nothing_are_taken(served):
     served.client().chat.completions.create(model=MODEL, messages=TALK, max_tokens=1, **neutral)
 
 
+def test_refusals_say_what_would_be_right(served):
+    chats, messages, responses = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+    for path, changes, words in (
+        (chats, {"messages": [{"role": "user", "content": 5}]}, 'messages: expected a "content" of text or parts, got'),
+        (chats, {"messages": [{"role": "user"}]}, 'messages: expected a "content" beside the role user, got none'),
+        (chats, {"stop": 5}, "stop: expected a text or a list, got int"),
+        (chats, {"tools": [{"type": "function"}]}, "tools: expected an object function beside its type in each, got {"),
+        (chats, {"tools": [TOOL], "tool_choice": "required"}, "tool_choice: expected none or auto, since its chat "),
+        (chats, {"tools": [{"type": "x"}]}, "tools: expected type function or custom in each, got {"),
+        (messages, {"messages": [{"role": "user", "content": 5}]}, "messages: expected a text or a list, got int"),
+        (messages, {"system": 5}, "system: expected a text or a list, got int"),
+        (responses, {"input": 5}, "input: expected a text or a list, got int"),
+        (responses, {"input": [{"role": "user", "content": 5}]}, "input: expected a text or a list, got int"),
+        ("/api/chat", {}, f"path: expected one of this server, such as {chats}, got /api/chat"),
+        ("/v1/models", {}, "method: expected "),
+        ("/v1/images/generations", {}, f"path: expected one that answers with texts, such as {chats}, got /v1/images/"),
+    ):
+        body = {"model": MODEL, "max_tokens": 1, "messages": TALK, **changes}
+        if path == responses:
+            del body["max_tokens"], body["messages"]
+        _, data = answer(served.connect(post(json.dumps(body).encode(), path)))
+        assert json.loads(data)["error"]["message"].startswith(words), data
+
+
 def test_what_a_body_lacks_is_named(served):
     body = {"model": MODEL, "messages": None}
     status, data = answer(served.connect(post(json.dumps(body).encode(), "/v1/chat/completions")))

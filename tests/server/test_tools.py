@@ -207,7 +207,10 @@ def test_the_dialect_may_be_named(tmp_path):
     with Served(tiny_file(tmp_path), limits={"tool_parser": "hermes"}) as served:
         assert ask(served, SAID).choices[0].finish_reason == "tool_calls"
     with Served(tiny_file(tmp_path)) as served:
-        assert ask(served, SAID).choices[0].finish_reason == "stop"
+        found = ask(served, SAID)
+        assert (found.choices[0].finish_reason, len(found.warnings)) == ("stop", 1)
+        assert found.warnings[0].startswith("tools: left out of the prompt, since the chat template has no words for")
+        assert "warnings" not in ask(served, SAID, tool_choice="none").model_extra
     with pytest.raises(ValueError, match="tool_parser: expected one of"):
         Served(tiny_file(tmp_path), limits={"tool_parser": "x"})
 

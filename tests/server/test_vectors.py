@@ -15,6 +15,8 @@ from vector_folders import TEXTS, changed, vector_folder
 from kvcache import InferenceEngine
 from kvcache.sampling.plain_text import PlainText
 
+pytestmark = pytest.mark.one_build
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
@@ -169,7 +171,6 @@ def test_the_bytes_of_vectors_of_a_body_are_bounded(folders):
         Served(folders["mean"], limits={"max_vectors": 0})
 
 
-@pytest.mark.one_build
 def test_ten_thousand_texts_in_a_body(served):
     texts = ["x"] * 9997 + [" ", "", "y"]
     status, answer = ask(served, "/embeddings", {"input": texts, "encoding_format": "base64", "dimensions": 4})

@@ -31,6 +31,8 @@ from kvcache.demo import DIRECTORY
 from kvcache.sampling.text_stream import TextStream
 from kvcache.serving import Histogram
 
+pytestmark = pytest.mark.one_build
+
 PROMPTS = prompts(0, 8, 40)
 LONG = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=400)
 
@@ -536,10 +538,16 @@ def test_arguments(network, engine):
     ):
         with pytest.raises(ValueError, match=message):
             call()
-    with pytest.raises(TypeError, match="unhashable"):
-        engine.submit([1], namespace=[])
-    with pytest.raises(TypeError, match="priority"):
-        engine.submit([1], priority=0.5)
+    for call, message in (
+        (lambda: engine.submit([1], namespace=[]), "namespace: expected a hashable value, got an error: unhashable"),
+        (lambda: engine.submit([1], priority=0.5), "priority"),
+        (lambda: engine.submit(None), "prompt: expected a text or token ids, got NoneType"),
+        (lambda: engine.generate_batch([5]), "prompt: expected a text or token ids, got int"),
+        (lambda: engine.generate_batch("text"), "prompts: expected a list of texts, got one text"),
+        (lambda: engine.score_batch(None), "texts: expected a list of texts, got NoneType"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
     with pytest.raises(InvalidOperationError, match="expected one sample to iterate, got 2"):
         iter(engine.submit([1], GREEDY, n=2))
     with pytest.raises(OutOfMemoryError, match="requested 7 blocks, available 6"):

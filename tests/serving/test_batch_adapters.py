@@ -14,7 +14,7 @@ from next_layers import with_next_layer
 from places import GOLDEN
 from random_adapters import random_adapter
 from seeded_weights import golden_folder
-from serving import GREEDY, prompts, repeating, run, same, sampled, settled
+from serving import GREEDY, Clock, prompts, repeating, run, same, sampled, settled
 
 from kvcache import BatchEngine, PrefixCachedEngine
 from kvcache.engine import InferenceEngine, Transformer
@@ -75,7 +75,7 @@ def test_each_gives_what_it_gives_alone(name):
     adapters, asked = adapters_of(model), mixed(model)
     want = alone(model, adapters, asked)
     for options in ({"num_blocks": 300}, {"num_blocks": 16, "block_size": 8}, {"num_blocks": 40, "draft": None}):
-        engine = BatchEngine(model, adapters=adapters, **options)
+        engine = BatchEngine(model, adapters=adapters, clock=Clock(), **options)
         for _ in range(2):
             requests = [engine.submit(prompt, params, adapter=adapter) for prompt, adapter, params in asked]
             run(engine)
@@ -325,7 +325,7 @@ def test_samples_pins_and_scores_of_prompts(network):
     """Samples fork the sequence of the first; a pin holds what its adapter computed; scores are those of `score`."""
     adapters = adapters_of(network)
     prompt, plain = [*STEM, *INVOCATION, *STEM[:25]], InferenceEngine(network, adapters=adapters)
-    engine = BatchEngine(network, adapters=adapters, num_blocks=100)
+    engine = BatchEngine(network, adapters=adapters, num_blocks=100, clock=Clock())
     for name in ("a", "late", None):
         scored = engine.submit(prompt, GREEDY, adapter=name, prompt_logprobs=0, max_tokens=0)
         run(engine)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from serving import GREEDY, Alone, prompts, repeating, run, same, sampled, settled
+from serving import GREEDY, Alone, Clock, prompts, repeating, run, same, sampled, settled
 from tier_stores import SECRET, ObjectStore
 from windowed_networks import Windowed
 
@@ -20,7 +20,7 @@ def known(network):
 
 
 def all_of(model, asked, blocks, **options):
-    alone, engine = Alone(model, **options), BatchEngine(model, num_blocks=blocks, **options)
+    alone, engine = Alone(model, **options), BatchEngine(model, num_blocks=blocks, clock=Clock(), **options)
     assert engine.residual_length == alone.texts.cache.residual_length
     requests = [engine.submit(prompt, params) for prompt, params in asked]
     run(engine)

@@ -231,7 +231,7 @@ def test_an_engine_of_one_text():
         (("demote", [1]), {"after": 2**40}, ValueError, "after: expected an int <="),
         (("release", [1]), {"ttl": 3.0}, ValueError, "ttl: expected none for release, got 3.0"),
         (("prefetch", [1]), {"resume_in": math.nan}, ValueError, "resume_in: expected"),
-        (("pin", [1]), {"namespace": []}, TypeError, "unhashable"),
+        (("pin", [1]), {"namespace": []}, TypeError, "namespace: expected a hash"),
     ],
 )
 def test_arguments(arguments, options, kind, message):

@@ -5,7 +5,7 @@ import gc
 import numpy as np
 import pytest
 from pace import FAST
-from serving import Alone, prompts, repeating, same, sampled, settled
+from serving import Alone, Clock, prompts, repeating, same, sampled, settled
 from windowed_networks import Windowed
 
 from kvcache import BatchEngine, QueueFullError
@@ -22,7 +22,7 @@ def test_soak(network, long, kind):
     options, network = OPTIONS[kind], Windowed(network, 20) if kind == "windows" else network
     count, rng = 5_000 if long else 40 if FAST else 80, np.random.default_rng(11)
     alone, texts = Alone(network, **options), prompts(13, 40, 60)
-    engine = BatchEngine(network, num_blocks=18, max_queue=64, **options)
+    engine = BatchEngine(network, num_blocks=18, max_queue=64, clock=Clock(), **options)
     flying, ended, cancelled = [], 0, 0
     while ended < count:
         while len(flying) < 64 and ended + len(flying) < count:

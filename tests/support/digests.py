@@ -285,10 +285,10 @@ def digests_of(model: Transformer, options: dict[str, Any]) -> str:
     ))
 
 
-def all_digests(gguf: bool, step: int = 1) -> dict[str, str]:
-    """Each entry at the SIMD level in use; `gguf`: those of GGUF files too; `step`: of each such network."""
+def all_digests(gguf: bool, step: int = 1, first: int = 0) -> dict[str, str]:
+    """Each entry at the SIMD level in use; `gguf`: those of GGUF files too; `step`, `first`: of which networks."""
     found = {}
-    for network in list(networks(gguf))[::step]:
+    for network in list(networks(gguf))[first::step]:
         model = network.load()
         found |= {entry.name: digests_of(model, entry.options) for entry in network.entries(model)}
     return found

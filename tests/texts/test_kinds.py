@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from serving import Alone, prompts, repeating, run, same, sampled, settled
+from serving import Alone, Clock, prompts, repeating, run, same, sampled, settled
 from state_networks import DIM, FULL, KV_HEADS, StateNetwork
 from tier_stores import SECRET, ObjectStore
 
@@ -203,7 +203,7 @@ def test_a_new_kind_runs_in_all_engines():
     assert [group.layers for group in one._sequence.pool.groups] == [(0, 2), (1, 3)]
     cached = PrefixCachedEngine(InferenceEngine(model, **OPTIONS), 40, strict=True)
     sizes = (60, None), (14, "ngram")
-    many = [BatchEngine(model, num_blocks=blocks, draft=draft, **OPTIONS) for blocks, draft in sizes]
+    many = [BatchEngine(model, num_blocks=blocks, draft=draft, clock=Clock(), **OPTIONS) for blocks, draft in sizes]
     for _ in range(2):
         for text, params in asked:
             want = alone(text, params)

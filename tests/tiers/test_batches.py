@@ -11,6 +11,7 @@ from windowed_networks import windowed
 
 from kvcache import BatchEngine
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, Transformer
+from kvcache.kernels.kernels import FORMATS
 from kvcache.texts.arrivals import Arrivals
 from kvcache.tiers import Tiers
 
@@ -21,7 +22,7 @@ def tiers_over(*stores, **options):
     return Tiers(stores, **{"secret": SECRET, "after_uses": 1, "head_start": 60, **options})
 
 
-@pytest.mark.parametrize(("dtype", "residual"), [("f32", None), ("q8", None), ("q4", None), ("q2", None), ("q4", 48)])
+@pytest.mark.parametrize(("dtype", "residual"), [*((name, None) for name in FORMATS), ("q4", 48)])
 def test_engines_of_both_kinds_share_values(network, dtype, residual):
     store, text = ObjectStore(), prompt(1, 300)
     options = {"dtype": dtype, "residual_length": residual}

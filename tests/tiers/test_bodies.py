@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from format_pairs import RING
 from tier_stores import twin_digest
 
 from kvcache.core.store import BlockStore
@@ -22,19 +23,20 @@ def test_digests_are_those_of_the_twin(rng):
 
 def test_blocks_come_back(rng):
     """Copied out and in, a block has the bytes that it had, and other blocks keep theirs."""
-    store, other = (BlockStore(3, 8, 16, 2, 8, "q8", "q4") for _ in range(2))
-    for block in range(8):
-        for place in store.overwrite(block):
-            place[...] = rng.integers(0, 256, len(place), np.uint8)
-    blocks = np.array([5, 0, 3], np.int32)
-    out = bytearray(3 * store.block_bytes)
-    copy_out(store, blocks, out)
-    expected = np.array([[store.raw(layer)[block] for layer in range(3)] for block in blocks])
-    assert bytes(out) == expected.tobytes()
-    copy_in(other, blocks[::-1].copy(), bytes(out))
-    for layer in range(3):
-        assert np.array_equal(other.raw(layer)[blocks[::-1]], store.raw(layer)[blocks])
-        assert not other.raw(layer)[[1, 2, 4, 6, 7]].any()
+    for formats in RING:
+        store, other = (BlockStore(3, 8, 16, 2, 8, *formats) for _ in range(2))
+        for block in range(8):
+            for place in store.overwrite(block):
+                place[...] = rng.integers(0, 256, len(place), np.uint8)
+        blocks = np.array([5, 0, 3], np.int32)
+        out = bytearray(3 * store.block_bytes)
+        copy_out(store, blocks, out)
+        expected = np.array([[store.raw(layer)[block] for layer in range(3)] for block in blocks])
+        assert bytes(out) == expected.tobytes()
+        copy_in(other, blocks[::-1].copy(), bytes(out))
+        for layer in range(3):
+            assert np.array_equal(other.raw(layer)[blocks[::-1]], store.raw(layer)[blocks])
+            assert not other.raw(layer)[[1, 2, 4, 6, 7]].any()
 
 
 def test_memory_is_used_again_when_nobody_has_it(rng):

@@ -14,6 +14,7 @@ from windowed_networks import windowed
 from kvcache import BatchEngine, simd_levels, use_simd
 from kvcache.calibration.calibrating import measure
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
+from kvcache.kernels.kernels import FORMATS
 from kvcache.tiers import DirectoryTier, Tiers
 
 pytestmark = pytest.mark.one_build
@@ -30,11 +31,14 @@ def waiting(*tiers, **options):
     return Tiers(tiers, **{"secret": SECRET, "after_uses": 1, "head_start": 60, **options})
 
 
-FORMATS = [("f32", None), ("f16", None), ("q8", None), ("q4", None), ("q4", 0), ("q3", 48), ("q2", None)]
+# Each format, with two of three sizes of blocks and its own residual, and residuals of other lengths with all sizes.
+FOUND = [
+    *((name, None, size) for i, name in enumerate(FORMATS) for size in ((16, 48), (48, 96), (96, 16))[i % 3]),
+    *((name, residual, size) for name, residual in (("q4", 0), ("q3", 48)) for size in (16, 48, 96)),
+]
 
 
-@pytest.mark.parametrize(("dtype", "residual"), FORMATS)
-@pytest.mark.parametrize("block_size", [16, 48, 96])
+@pytest.mark.parametrize(("dtype", "residual", "block_size"), FOUND)
 def test_another_process_finds_what_one_computed(network, dtype, residual, block_size):
     """All formats, with residual groups that do and do not end where values do, and blocks larger than a value."""
     options = {"dtype": dtype, "block_size": block_size, "residual_length": residual}

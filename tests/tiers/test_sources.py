@@ -14,7 +14,7 @@ from tier_stores import SECRET, ObjectStore, twin_keys, twin_value
 
 from kvcache import PrefixCache
 from kvcache.engine import InferenceEngine, PrefixCachedEngine
-from kvcache.kernels.kernels import BITS_VERSION
+from kvcache.kernels.kernels import BITS_VERSION, FORMATS
 from kvcache.prefix.block_file import arena_of_blocks
 from kvcache.saved.namespaces import encode_namespace
 from kvcache.tiers import Tiers, lookups
@@ -37,7 +37,7 @@ def content(cache, tokens, namespace=None):
         return [layer.tobytes() for block in blocks for layer in (*block.keys, *block.values)]
 
 
-@pytest.mark.parametrize("dtype", ["f32", "q4"])
+@pytest.mark.parametrize("dtype", FORMATS)
 def test_a_prefix_cache_spills_and_fetches(rng, dtype):
     """Blocks that leave the cache come back with the same bits, and nowhere else."""
     store = ObjectStore()

@@ -5,7 +5,7 @@ knows of it beside that: a tuple, so that a text changes in one step. `Pool` cal
 
     admission   has_room, begin            a text gets a sequence, perhaps of a cached prefix
     a pass      append, attend, ran        room for tokens, the network's attention, what no later query reads leaves
-    going back  nearest, expect, loses, fork, cut   rollback, wrong drafts, after an exception
+    going back  nearest, lacks, loses, fork, cut   rollback, wrong drafts, after an exception
     sharing     longest, hold, keep        where a text can continue behind cached tokens
     tiers       connect, offered, take     what a text needs there behind its blocks
     the end     free, settle
@@ -150,12 +150,13 @@ class Layers(ABC):
         """The last position, at most `pos`, from which a text can run on."""
         return pos
 
-    def expect(self, text: Text, index: int, pos: int) -> None:
-        """Raise InvalidOperationError if a token that the query at `pos` reads has left."""
+    def lacks(self, text: Text, index: int, pos: int) -> str | None:
+        """The message of an error if a token that the query at `pos` reads has left; None: all are there."""
+        return None
 
     @abstractmethod
     def cut(self, text: Text, index: int, pos: int) -> Any:
-        """Cut the sequence of a text to `pos` tokens, which `expect` allows; returns the place then."""
+        """Cut the sequence of a text to `pos` tokens, where it lacks nothing; returns the place then."""
 
     @abstractmethod
     def fork(self, text: Text, index: int, seq_id: int) -> Any:

@@ -37,7 +37,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.errors import InvalidOperationError
 from kvcache.networks.protocols import Float32, LayerAttention
 from kvcache.paged.cache import PagedKvCache
 from kvcache.support.arguments import as_bytes, as_count
@@ -245,16 +244,16 @@ class EvictingLayers(Layers):
         lens = [len(alive.positions) + more for alive in self._place(text, index).alive]
         return any(self.budgets.exceeds(layer, [lens[i] for i in self._lists(layer)]) for layer in self.layers)
 
-    def expect(self, text: Text, index: int, pos: int) -> None:
+    def lacks(self, text: Text, index: int, pos: int) -> str | None:
         if pos == text.computed:
-            return
+            return None
         for i, alive in enumerate(self._place(text, index).alive):
             if np.searchsorted(alive.positions, pos) < pos:
-                layer = i // self.budgets.lists
-                raise InvalidOperationError(
-                    f"pos: expected {text.computed}, the end of the text, got {pos}: layer {layer} has evicted "
-                    f"tokens before it; go back to 0 or reset, and run the text again"
+                return (
+                    f"pos: expected {text.computed}, the end of the text, got {pos}: layer {i // self.budgets.lists} "
+                    f"has evicted tokens before it; go back to 0 or reset, and run the text again"
                 )
+        return None
 
     def cut(self, text: Text, index: int, pos: int) -> Survivors:
         """Cut to tokens of which none was evicted. Scores keep the attention mass of queries that are cut off."""

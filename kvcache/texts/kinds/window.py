@@ -257,14 +257,15 @@ class WindowLayers(PartLayers):
         last = (end - 1) // chunk * chunk
         return last > text.computed and self._first_kept(last) > self.first_of(text, index)
 
-    def expect(self, text: Text, index: int, pos: int) -> None:
+    def lacks(self, text: Text, index: int, pos: int) -> str | None:
         first = self.first_of(text, index)
-        if pos and self.first_seen(pos) < first:
-            least = -(-first // self.window) * self.window if self.chunked else first + self.window - 1
-            raise InvalidOperationError(
-                f"pos: expected at least {least}, got {pos}: the layers with a window of "
-                f"{self.window} keep the tokens from {first} on; go back to 0 or reset, and run the text again"
-            )
+        if not pos or self.first_seen(pos) >= first:
+            return None
+        least = -(-first // self.window) * self.window if self.chunked else first + self.window - 1
+        return (
+            f"pos: expected at least {least}, got {pos}: the layers with a window of "
+            f"{self.window} keep the tokens from {first} on; go back to 0 or reset, and run the text again"
+        )
 
     def cut(self, text: Text, index: int, pos: int) -> WindowPlace:
         place: WindowPlace = text.places[index]
