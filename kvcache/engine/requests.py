@@ -70,7 +70,7 @@ class Requests:
         )
         self.text: CheckpointText | GgufText | None = None
         self._sources, self._most_drafts = sources, most_drafts
-        self._drafter: tuple[Forward, Drafter] | None = None
+        self._drafters: dict[Forward, Drafter] = {}  # the one of the pool that the sequence is in
         self._goes_back = is_causal(sequence.settings.model)  # a text may go on behind tokens of another one
 
     @property
@@ -79,9 +79,13 @@ class Requests:
         forward = self.sequence.forward
         if self._sources is None or self._sources.is_empty:
             return None
-        if self._drafter is None or self._drafter[0] is not forward:
-            self._drafter = forward, self._sources.drafter(forward, self._most_drafts, perf_counter)
-        return self._drafter[1]
+        if (found := self._drafters.get(forward)) is None:
+            made = self._sources.drafter(forward, self._most_drafts, perf_counter)
+            found = self._drafters.setdefault(forward, made)  # of threads that report meanwhile, the first one's
+            for other in list(self._drafters):
+                if other is not forward:
+                    self._drafters.pop(other, None)
+        return found
 
     @property
     def tokenizer(self) -> Any:

@@ -13,6 +13,7 @@ from threads_at_once import together
 from kvcache import (
     BatchEngine,
     EvictionPolicy,
+    InferenceEngine,
     InvalidOperationError,
     PagedKvCache,
     PrefixCache,
@@ -319,8 +320,8 @@ def test_a_thread_that_sees_an_end_sees_its_error(options):
         raise ZeroDivisionError
 
     def use(_):
-        for _ in range(4):
-            request = engine.submit([5, 6, 7], SamplingParams(max_tokens=4, logits_processor=failing))
+        for _ in range(2):
+            request = engine.submit([5, 6, 7], SamplingParams(max_tokens=1, logits_processor=failing))
             while not request.is_finished:
                 stats = engine.stats()
                 assert 0 <= stats.waiting <= THREADS
@@ -332,5 +333,15 @@ def test_a_thread_that_sees_an_end_sees_its_error(options):
 
     with BatchEngine.from_pretrained(DIRECTORY, **options) as engine:
         total = engine.stats().free_blocks
-        together(use)
+        together(use, count=2)
         engine.check()
+
+
+def test_an_engine_has_one_drafter_that_threads_ask_for_at_once():
+    engine = InferenceEngine.from_pretrained(DIRECTORY, draft="ngram")
+    for _ in range(8):
+        found = []
+        together(lambda _, found=found: found.append(engine.requests.drafter))
+        assert found == [engine.requests.drafter] * THREADS
+        engine.enlarge(1)
+        assert engine.requests.drafter is not found[0]
