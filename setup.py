@@ -89,7 +89,7 @@ for level in BUILT:
         checks = []
         if SANITIZE and level == "scalar" and source in TWICE:  # CPUs with fma run scalarfma in its place
             checks = ["-fno-sanitize=all", "-O0"]
-        elif SANITIZE:  # gcc takes half of the time at -Og, and less: at levels that few tests run
+        elif SANITIZE:  # at -Og, for levels that few tests run, gcc takes at most half of the time
             checks = UNCHECKED_POINTERS * (not level.startswith("scalar"))
             checks += ["-Og"] * (level not in (best, NEEDS.get(best, "")))
         UNITS.append((source, level, defines_of(level) + LEVEL_FLAGS[level] + checks))

@@ -24,7 +24,7 @@ from bench.engine.vllm_cpu import VllmFour, VllmHalf
 from bench.serving.measured import Measured
 from bench.support.blas import set_threads
 from bench.support.common import Result
-from bench.support.limits import values_within
+from bench.support.limits import values_told
 from bench.support.report import time_text
 from kvcache.engine import InferenceEngine
 from kvcache.gguf import GgufFile
@@ -289,7 +289,7 @@ class Measurement:
         return found[1:]
 
     def _check_time(self, known: Found) -> None:
-        """Whether a long text is computed soon enough, at the least that its prompts take."""
+        """Raise TimeoutError if a long text would take too long, at the rate of the fastest prompt."""
         plan = self._plan
         if PROMPT in known and min(known[PROMPT]) / plan.prompt * plan.far > plan.patience:
             raise TimeoutError(f"{plan.far:,} tokens take more than {plan.patience:g} s")
@@ -319,14 +319,10 @@ def measure_popular(
         found[engine] = {column: times for column, times in kept.items() if times}
         if not (missing := [column for column in columns if column not in found[engine]]):
             continue
-        try:
-            arguments = engine, path, vocabulary, threads, plan, missing, found[engine]
-            for column, times in values_within(limit, _measure, *arguments):
-                found[engine][column] = times
-                measured.keep(f"{name}, {column}", times)
-        except RuntimeError as error:
-            print(f"not measured: {engine} ({error})", flush=True)
-            reasons[engine] = str(error)
+        arguments = engine, path, vocabulary, threads, plan, missing, found[engine]
+        for column, times in values_told(engine, reasons, limit, _measure, *arguments):
+            found[engine][column] = times
+            measured.keep(f"{name}, {column}", times)
     return found, reasons
 
 

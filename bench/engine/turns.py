@@ -29,7 +29,7 @@ from bench.engine.weight_rivals import GGUF_FILES, write_files
 from bench.serving.measured import Measured
 from bench.support.blas import set_threads
 from bench.support.common import Result
-from bench.support.limits import values_within
+from bench.support.limits import values_told
 from bench.support.rates import Columns
 from bench.support.tables import Tables
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
@@ -138,14 +138,8 @@ def rival(name: str, path: Path, tokens: int, turns: int, threads: int) -> Itera
 
 
 def rival_within(limit: float, name: str, *arguments: Any) -> dict[str, list[float]]:
-    """The times of a rival in a process of its own, as far as it comes; why there are no more is printed."""
-    found: dict[str, list[float]] = {}
-    try:
-        for what, times in values_within(limit, rival, name, *arguments):
-            found[what] = times
-    except RuntimeError as error:
-        print(f"not measured: {name} ({error})", flush=True)
-    return found
+    """The times of a rival in a process of its own, as far as it comes: see `values_told`."""
+    return dict(values_told(name, {}, limit, rival, name, *arguments))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -48,7 +48,7 @@ from bench.serving.workloads import WORKLOADS, Turn, Workload, at_once, poisson
 from bench.support.blas import set_threads
 from bench.support.checkpoints import SIZES, Size, write_gguf
 from bench.support.common import Result
-from bench.support.limits import values_within
+from bench.support.limits import values_told
 from bench.support.over_threads import counts
 from bench.support.report import time_text
 from bench.support.tables import Tables
@@ -154,15 +154,8 @@ def served_by(
     name: str, network: Network, workloads: Sequence[Workload], options: argparse.Namespace, reasons: dict[str, str],
     again: int = 0,
 ) -> list[Served]:
-    """`_serve` in a new process, as far as it comes; why there is no more is printed, and is among the reasons."""
-    served = []
-    try:
-        for each in values_within(options.limit, _serve, name, network, workloads, again, options.threads):
-            served.append(each)
-    except RuntimeError as error:
-        print(f"not measured: {name} ({error})", flush=True)
-        reasons[name] = str(error)
-    return served
+    """Run `_serve` in a new process, as far as it comes: see `values_told`."""
+    return list(values_told(name, reasons, options.limit, _serve, name, network, workloads, again, options.threads))
 
 
 def shared(rng: np.random.Generator, count: int, sizes: Sequence[int]) -> Workload:

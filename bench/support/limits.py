@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.support.report import reason_of
 
-__all__ = ["values_within"]
+__all__ = ["values_told", "values_within"]
 
 
 def _send(pipe: Connection, work: Callable[..., Iterable[Any]], arguments: tuple[Any, ...]) -> None:
@@ -42,3 +42,14 @@ def values_within(seconds: float, work: Callable[..., Iterable[Any]], *arguments
         process.kill()
         process.join()
         ours.close()
+
+
+def values_told(
+    name: str, reasons: dict[str, str], seconds: float, work: Callable[..., Iterable[Any]], *arguments: Any
+) -> Iterator[Any]:
+    """Yield as `values_within`. Why there is no more is printed, and put into `reasons` under `name`."""
+    try:
+        yield from values_within(seconds, work, *arguments)
+    except RuntimeError as error:
+        print(f"not measured: {name} ({error})", flush=True)
+        reasons[name] = str(error)

@@ -18,7 +18,7 @@ from kvcache.drafts.draft_pace import MOST_DRAFTS
 from kvcache.drafts.sources import SOURCE_NAMES
 from kvcache.engine import SamplingParams
 from kvcache.engine.chat import render
-from kvcache.engine.opening import checkpoint_bytes, checkpoint_positions, checkpoint_text
+from kvcache.engine.opening import checkpoint_bytes, checkpoint_positions, checkpoint_text, existing_path
 from kvcache.errors import CheckpointError, OutOfMemoryError
 from kvcache.kernels.kernels import FORMATS
 from kvcache.kernels.matrix import checked_activations
@@ -294,7 +294,7 @@ def open_network(options: argparse.Namespace, make: Callable[..., Engine], **mor
     Raises:
         as `open_engine`.
     """
-    _text_of(options.model)  # which names what is missing
+    _expect_model(options.model)
     with _progress(f"loading {options.model}") as progress, _calibration_told(), _memory_explained():
         return make(
             options.model, weights=options.weights, activations=options.activations, progress=progress,
@@ -370,9 +370,15 @@ def expect_chat_template(options: argparse.Namespace, system: str | None) -> Non
 
 
 def _text_of(model: str, template: str | None = None) -> CheckpointText | GgufText:
-    """The tokenizer and the chat template of a model. FileNotFoundError: there is no such model."""
+    """The tokenizer and the chat template of a model. FileNotFoundError: as `_expect_model`."""
+    _expect_model(model)
+    return checkpoint_text(model, template)
+
+
+def _expect_model(model: str) -> None:
+    """Raise FileNotFoundError, which names the option, if there is no such model."""
     try:
-        return checkpoint_text(model, template)
+        existing_path(model)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"model: {error}") from None
 

@@ -17,6 +17,7 @@ from kvcache.networks.tokens import as_tokens
 from kvcache.sampling.sampling import Sampler
 from kvcache.sampling.text_stream import TextStream
 from kvcache.sampling.text_tokens import encoded
+from kvcache.support.arguments import as_array, described
 from kvcache.texts.behind import Behind
 from kvcache.texts.seen_parts import TextKey
 from kvcache.texts.text_adapter import TextAdapter
@@ -164,10 +165,6 @@ def listed(texts: Any, name: str) -> Iterable[Any]:
     return texts
 
 
-# What has one of these may be token ids; the kinds that `np.array` takes as one value have none.
-_OF_ARRAYS = ("__getitem__", "__iter__", "__array__", "__array_interface__", "__dlpack__")
-
-
 def as_prompt(
     prompt: Any, tokenizer: Callable[[], Any], vocab_size: int, most: int | None = None
 ) -> NDArray[np.uint32]:
@@ -183,8 +180,11 @@ def as_prompt(
         TypeError: neither a text nor integers.
     """
     if not isinstance(prompt, str):
-        if not any(hasattr(prompt, name) for name in _OF_ARRAYS):
-            raise TypeError(f"prompt: expected a text or token ids, got {type(prompt).__name__}")
+        if not isinstance(prompt, (list, tuple, range)):
+            array = as_array(prompt, "prompt")
+            if not array.ndim:  # NumPy takes it as one value
+                raise TypeError(f"prompt: expected a text or token ids, got {described(prompt)}")
+            prompt = array
         return as_tokens(prompt, vocab_size)
     encoder = tokenizer()
     if encoder is None:

@@ -21,8 +21,8 @@ from kvcache.support.arguments import short
 from kvcache.texts.kv_settings import Settings
 
 __all__ = [
-    "Opened", "checkpoint_bytes", "checkpoint_positions", "checkpoint_text", "open_checkpoint", "open_drafts",
-    "open_gguf", "split_options",
+    "Opened", "checkpoint_bytes", "checkpoint_positions", "checkpoint_text", "existing_path", "open_checkpoint",
+    "open_drafts", "open_gguf", "split_options",
 ]
 
 
@@ -56,6 +56,14 @@ def checkpoint_bytes(directory: str | Path) -> int:
     return sum(file.stat().st_size for file in files)
 
 
+def existing_path(directory: str | Path) -> Path:
+    """Where a checkpoint is. FileNotFoundError: as `checkpoint_path`, and no such file or folder."""
+    path = checkpoint_path(directory)
+    if not path.exists() or (path.is_dir() and not (path / "config.json").exists()):
+        raise FileNotFoundError(f"{directory}: expected a folder with config.json, or a GGUF file, got none")
+    return path
+
+
 def checkpoint_text(directory: str | Path, chat_template: str | None = None) -> CheckpointText | GgufText:
     """The tokenizer and the chat template of a folder or a GGUF file, without its network.
 
@@ -63,11 +71,9 @@ def checkpoint_text(directory: str | Path, chat_template: str | None = None) -> 
         directory: of the checkpoint.
         chat_template: a Jinja template in place of the checkpoint's.
 
-    FileNotFoundError: as `checkpoint_path`, and no such file or folder.
+    FileNotFoundError: as `existing_path`.
     """
-    path = checkpoint_path(directory)
-    if not path.exists() or (path.is_dir() and not (path / "config.json").exists()):
-        raise FileNotFoundError(f"{directory}: expected a folder with config.json, or a GGUF file, got none")
+    path = existing_path(directory)
     return GgufText(path, chat_template) if is_gguf(path) else CheckpointText(path, chat_template)
 
 

@@ -92,12 +92,12 @@ def architecture_of(file: GgufFile, expected: str = "model") -> Architecture:
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
-    """The network in `file` as the keys of a `config.json`. Raises what `network_of` raises, but for values."""
+    """The network in `file` as the entries of a `config.json`. Raises as `network_of`, which checks the values too."""
     return _read(file)[2]
 
 
 def _read(file: GgufFile) -> tuple[_Entries, list[tuple[str, str]], dict[str, Any]]:
-    """Its entries, their names by the keys of a `config.json`, and these with their values."""
+    """The entries of `file`, pairs of a key of `config.json` and its entry's name, and the values by these keys."""
     architecture, read = architecture_of(file), _Entries(file)
     family = FAMILIES[family_of({"model_type": _model_type(read, architecture)})[0]]
     keys = [*gguf_keys(family), *architecture.names.items()]

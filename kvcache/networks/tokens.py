@@ -22,7 +22,7 @@ def as_tokens(tokens: Any, vocab_size: int) -> NDArray[np.uint32]:
     if isinstance(tokens, np.ndarray) and tokens.ndim == 1 and tokens.size == 0:
         return np.empty(0, np.uint32)  # `np.array([])` defaults to float64
     ids = as_ids(tokens)
-    ids = ids.copy() if ids is tokens else ids
+    ids = ids if ids is not tokens and ids.flags.owndata else ids.copy()
     if len(ids) and int(np.maximum.reduce(ids)) >= vocab_size:
         first = int(np.argmax(ids >= vocab_size))
         raise ValueError(f"tokens: expected ids from 0 to {vocab_size - 1}, got {ids[first]} at index {first}")

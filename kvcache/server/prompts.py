@@ -125,17 +125,17 @@ class Prompts:
             raise ValueError(f"{asked.field}: {why}") from None
 
     def noted(self, asked: Asked) -> Asked:
-        """The answer with a warning, if its tools are not in its prompt."""
+        """Return the answer, with a warning if its prompt will leave its tools out."""
         talk = asked.conversation
         if talk is None or not talk.tools or talk.choice.mode == "none" or self._writes_tools:
             return asked
         return asked._replace(warnings=(*asked.warnings, _TOOLS_LEFT_OUT))
 
     def _shows(self, tool: dict[str, Any]) -> bool:
-        """Whether the chat template writes a tool. One that refuses the question may write tools."""
+        """Whether the chat template writes a tool; True where it refuses this question, or cannot be run."""
         try:
             text: str = self._engine.apply_chat_template([{"role": "user", "content": "x"}], tools=[tool])
-        except ValueError:
+        except (ImportError, ValueError):  # chats say why; completions need no template
             return True
         return tool["function"]["name"] in text
 

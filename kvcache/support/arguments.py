@@ -24,8 +24,8 @@ from kvcache.support import dlpack
 __all__ = [
     "BFLOAT16", "REQUIRED", "as_array", "as_bytes", "as_count", "as_finite", "as_flat", "as_floats", "as_index",
     "as_indices", "as_instance", "as_integer", "as_integers", "as_number", "as_output", "as_pair", "as_path", "as_rows",
-    "as_scores", "as_share", "as_sinks", "as_stored", "check_integers", "checked_scores", "described", "is_integer",
-    "is_masked", "plain_int", "short", "spelled",
+    "as_scores", "as_share", "as_sinks", "as_stored", "check_integers", "checked_scores", "described", "expect_list",
+    "hash_of", "is_integer", "is_masked", "plain_int", "short", "spelled",
 ]
 
 Float32 = npt.NDArray[np.float32]
@@ -84,6 +84,16 @@ def as_path(value: Any, name: str = "path") -> str:
     if not isinstance(value, (str, bytes, os.PathLike)):
         raise TypeError(f"{name}: expected a path, got {type(value).__name__}")
     return os.fsdecode(value)
+
+
+def hash_of(value: Any, name: str) -> int:
+    """The hash of `value`. TypeError: it has none; the message has the type of the item where a tuple holds it."""
+    try:
+        return hash(value)
+    except TypeError:
+        for each in value if isinstance(value, tuple) else ():
+            hash_of(each, name)
+        raise TypeError(f"{name}: expected a hashable value, got {type(value).__name__}") from None
 
 
 def as_array(x: Any, name: str) -> npt.NDArray[Any]:
@@ -392,11 +402,23 @@ def check_integers(**values: Any) -> None:
 def as_integers(x: Any, name: str) -> npt.NDArray[Any]:
     """`x` as an integer array `(n,)` of whatever width it has; TypeError, ValueError if it is none."""
     array = as_array(x, name)
-    if array.ndim != 1:
-        raise ValueError(f"{name}: expected one dimension, got shape {array.shape}")
+    expect_list(array, x, name)
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{name}: expected integers, got {array.dtype}")
     return array
+
+
+def expect_list(array: npt.NDArray[Any], x: Any, name: str) -> None:
+    """Raise unless `array`, as which NumPy reads `x`, has one dimension.
+
+    Raises:
+        TypeError: `x` is no array, and NumPy takes it as one value, such as a number, None, a dict or a set.
+        ValueError: another number of dimensions.
+    """
+    if not array.ndim and not isinstance(x, np.ndarray):
+        raise TypeError(f"{name}: expected integers, got {type(x).__name__}")
+    if array.ndim != 1:
+        raise ValueError(f"{name}: expected one dimension, got shape {array.shape}")
 
 
 def as_indices(x: Any, name: str) -> npt.NDArray[np.int64]:

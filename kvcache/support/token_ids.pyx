@@ -14,7 +14,7 @@ import operator
 
 import numpy as np
 
-from kvcache.support.arguments import as_array, is_masked
+from kvcache.support.arguments import as_array, expect_list, is_masked
 
 cnp.import_array()
 
@@ -36,7 +36,9 @@ cdef cnp.ndarray uint32_tokens(object tokens):
         return from_sequence(list(tokens))
     if isinstance(tokens, (str, bytes)):
         raise TypeError(f"tokens: expected integers, got {type(tokens).__name__}")
-    return from_array(as_array(tokens, "tokens"))
+    array = as_array(tokens, "tokens")
+    expect_list(array, tokens, "tokens")
+    return from_array(array)
 
 
 cdef cnp.ndarray from_sequence(object tokens):
@@ -84,8 +86,6 @@ cdef object whole_number(object item):
 
 
 cdef cnp.ndarray from_array(cnp.ndarray array):
-    if array.ndim != 1:
-        raise ValueError(f"tokens: expected one dimension, got shape {np.shape(array)}")
     if array.dtype.kind not in "iu":
         raise TypeError(f"tokens: expected integers, got dtype {array.dtype}")
     if array.dtype.itemsize > 4 or array.dtype.kind == "i":

@@ -11,7 +11,7 @@ import numpy as np
 from kvcache.errors import SpillError
 from kvcache.networks.hidden_rows import HiddenRows
 from kvcache.networks.protocols import Attend, Float32, IndexRows, Model, draft_layers, layer_attention
-from kvcache.support.arguments import short
+from kvcache.support.arguments import hash_of, short
 from kvcache.texts.behind import is_behind, name_of_space
 from kvcache.texts.kinds.base import Lens
 from kvcache.texts.pool import Pool
@@ -179,10 +179,7 @@ def is_tied(space: Any) -> bool:
 
 def expect_own(namespace: Hashable) -> None:
     """Raise unless a caller may give this namespace: TypeError without a hash, ValueError for what names a prefix."""
-    try:
-        hash(namespace)  # raises here rather than in the middle of a step
-    except TypeError as error:
-        raise TypeError(f"namespace: expected a hashable value, got an error: {error}") from None
+    hash_of(namespace, "namespace")  # raises here rather than in the middle of a step
     if isinstance(namespace, tuple) and (is_behind(namespace) or is_adapted(namespace)):
         raise ValueError(f"namespace: expected none that a prefix or an adapter names, got {short(namespace)}")
 

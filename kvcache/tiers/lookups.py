@@ -11,8 +11,7 @@ the groups that have been computed meanwhile are passed over, and it is decided 
 from __future__ import annotations
 
 import logging
-import os
-from _thread import TIMEOUT_MAX, allocate_lock, get_ident, start_new_thread
+from _thread import TIMEOUT_MAX, allocate_lock
 from collections.abc import Hashable, Sequence
 from itertools import takewhile
 from queue import SimpleQueue
@@ -23,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.tiers.links import Link, Measured
+from kvcache.tiers.process_thread import ProcessThread
 from kvcache.tiers.protocol import Buffer
 from kvcache.tiers.values import ValueFormat, Wrapping
 
@@ -136,19 +136,18 @@ class Reader:
     def __init__(self, links: Sequence[Link]) -> None:
         self._links = links
         self._queue: SimpleQueue[Lookup | None] = SimpleQueue()
-        self._threads: dict[int, int] = {}  # the thread of each process: of threads that begin at once, the first one
+        self._thread = ProcessThread()
         self._closed = False
         self._began: float | None = None  # when the running call of a tier began
 
     def submit(self, lookup: Lookup) -> bool:
         """Run a lookup; False if too many wait, or a call of a tier takes long."""
+        try:
+            if self._thread.begin(self._run):
+                self._began = None  # a parent's thread may have had a call
+        except RuntimeError:
+            return False
         began = self._began
-        if os.getpid() not in self._threads:  # a forked process has no thread of its parent
-            began = self._began = None
-            try:
-                start_new_thread(self._run, ())
-            except RuntimeError:  # the system has none left
-                return False
         busy = began is not None and monotonic() - began > _PATIENCE
         if self._closed or busy or self._queue.qsize() >= _MOST_WAITING:
             return False
@@ -161,8 +160,6 @@ class Reader:
         self._queue.put(None)
 
     def _run(self) -> None:
-        if self._threads.setdefault(os.getpid(), get_ident()) != get_ident():
-            return
         while (lookup := self._queue.get()) is not None:
             try:
                 if not lookup.cancelled and not self._closed:

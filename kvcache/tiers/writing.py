@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from _thread import get_ident, start_new_thread
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import accumulate
@@ -12,6 +10,7 @@ from time import monotonic, sleep
 from typing import NamedTuple
 
 from kvcache.tiers.links import Link
+from kvcache.tiers.process_thread import ProcessThread
 
 __all__ = ["WriteBehind", "Written"]
 
@@ -50,7 +49,7 @@ class WriteBehind:
         self._writing: list[Written] = []  # for a moment some are in the queue too
         self._wake: SimpleQueue[None] = SimpleQueue()
         self._closed, self._told = False, 0  # values that were not written, as the last `flush` has told
-        self._threads: dict[int, int] = {}  # the thread of each process: of threads that begin at once, the first one
+        self._thread = ProcessThread()
 
     @property
     def queued_bytes(self) -> int:
@@ -63,13 +62,12 @@ class WriteBehind:
 
     def offer(self, item: Written) -> None:
         """Queue a group, for which there is room."""
-        if os.getpid() not in self._threads:  # a forked process has no thread of its parent
-            try:
-                start_new_thread(self._run, ())
-            except RuntimeError as error:  # the system has none left
-                self._link.failed(error)
-                self._drop(item)
-                return
+        try:
+            self._thread.begin(self._run)
+        except RuntimeError as error:
+            self._link.failed(error)
+            self._drop(item)
+            return
         self._queue.append(item)
         self._wake.put(None)
 
@@ -93,8 +91,6 @@ class WriteBehind:
         return whole
 
     def _run(self) -> None:
-        if self._threads.setdefault(os.getpid(), get_ident()) != get_ident():
-            return
         while True:
             self._wake.get()
             while self._queue:

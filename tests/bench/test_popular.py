@@ -36,7 +36,7 @@ from bench.engine.weight_rivals import IkLlama
 from bench.serving import engines, llamacpp
 from bench.serving.measured import Measured
 from bench.serving.serve import run, shared
-from bench.support import packed_files
+from bench.support import limits, packed_files
 from bench.support.checkpoints import vocabulary_of
 from bench.support.common import Case
 from bench.support.limits import values_within
@@ -159,7 +159,7 @@ def test_columns_before_a_failure_are_kept(files, tmp_path, monkeypatch, capsys)
     assert rows_of(found, PLAN, reasons)[1][0][3] == reasons["kvcache"]
     asked = []
     monkeypatch.setattr(
-        popular, "values_within", lambda *arguments: asked.append(arguments[-2:]) or iter([(FAR, [1.0])])
+        limits, "values_within", lambda *arguments: asked.append(arguments[-2:]) or iter([(FAR, [1.0])])
     )
     again, reasons = measure_popular(one, path, 512, 1, PLAN, 60.0, Measured(kept))
     assert (again, reasons) == ({"kvcache": {**found["kvcache"], FAR: [1.0]}}, {})
@@ -409,7 +409,7 @@ def test_a_rival_that_fails_is_a_sentence(files, monkeypatch, capsys, error, sai
         yield "first", [1.0]
         raise RuntimeError(said)
 
-    monkeypatch.setattr(turns, "values_within", fails_in_a_process)
+    monkeypatch.setattr(limits, "values_within", fails_in_a_process)
     assert turns.rival_within(60.0, "ik_llama.cpp", files["qwen3-4b"], 20, 2, 1) == {"first": [1.0]}
     weight_rivals.measure_each([("ik_llama.cpp", fails)], fails, {}, 1, 1)
     assert capsys.readouterr().out.splitlines() == [

@@ -20,6 +20,7 @@ from kvcache import (
     OutOfMemoryError,
     PagedKvCache,
     PrefixCache,
+    PrefixCacheConfig,
     PrefixKvCache,
     SamplingParams,
     merge_attention,
@@ -28,6 +29,7 @@ from kvcache.core.calibration import Calibration
 from kvcache.demo import DIRECTORY
 from kvcache.eviction import pyramid_budgets
 from kvcache.kernels.matrix import Matrix
+from kvcache.networks.tokens import as_tokens
 from kvcache.support.arguments import short
 from kvcache.tiers import DirectoryTier
 
@@ -321,6 +323,48 @@ def test_what_is_no_path_is_named():
             call(3)
     with pytest.raises(TypeError, match=r"^chat_template: expected a str, got int"):
         InferenceEngine.from_pretrained(demo, chat_template=3)
+
+
+def test_what_cannot_name_a_namespace_is_named():
+    """Also where a tuple holds it; the caches stay as they were."""
+    prefixes, blocks = PrefixKvCache(PrefixCacheConfig(min_prefix_len=1)), PrefixCache(4, 2, 1, 1, 8)
+    rows = np.ones((1, 2, 1, 8), np.float32)
+    state = CachedKvState([np.ones(16, np.float32)], [np.ones(16, np.float32)], 2)
+    for namespace, got in (([], "list"), ((1, ({},)), "dict"), (np.zeros(2), "ndarray"), (bytearray(1), "bytearray")):
+        for call in (
+            lambda name: blocks.peek([1], name), lambda name: blocks.lookup([1], name), blocks.forget,
+            lambda name: blocks.open_session([1], name), lambda name: blocks.insert([1, 2], 0, rows, rows, name),
+            lambda name: blocks.demote([1], name), lambda name: blocks.discard([1], name),
+            lambda name: prefixes.lookup([1], name), lambda name: prefixes.remove([1], name),
+            lambda name: prefixes.store_snapshot([1, 2], state, name),
+        ):
+            with pytest.raises(TypeError, match=f"^namespace: expected a hashable value, got {got}$"):
+                call(namespace)
+    blocks.check()
+    assert (blocks.stats().lookup_tokens, blocks.namespace_tokens(), prefixes.stats().entries) == (0, {}, 0)
+
+
+def test_one_value_in_place_of_tokens_is_named():
+    """The message has its type, and not the shape of the array that NumPy makes of it."""
+    engine, cache = InferenceEngine.from_pretrained(DIRECTORY), PagedKvCache(4, 4, 2, 8)
+    cache.allocate(0, 4)
+    for value in (5, None, {1: 2}, {1}, np.uint32(4), iter([1]), object(), 3.5):
+        got = f"got {type(value).__name__}$"
+        with pytest.raises(TypeError, match=f"^prompt: expected a text or token ids, {got}"):
+            engine.complete(value)
+        for call in (engine.score, PrefixCache(4, 2, 1, 1, 8).peek, PrefixKvCache().lookup):
+            with pytest.raises(TypeError, match=f"^tokens: expected integers, {got}"):
+                call(value)
+    with pytest.raises(ValueError, match=r"^tokens: expected one dimension, got shape \(\)"):
+        engine.score(np.array(5))
+    with pytest.raises(TypeError, match=r"^prompt: expected a text or token ids, got int64 \(\)"):
+        engine.complete(np.array(5))
+
+
+def test_checked_ids_are_a_copy():
+    ids = np.arange(5, dtype=np.uint32)
+    for given in (ids, memoryview(ids), ids.view(type("Own", (np.ndarray,), {})), ids[1:]):
+        assert not np.shares_memory(as_tokens(given, 10), ids)
 
 
 def test_values_in_messages_are_one_line():

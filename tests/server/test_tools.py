@@ -1,11 +1,14 @@
 """Thoughts and calls of tools over HTTP, asked by OpenAI's client."""
 
 import json
+import sys
 from threading import Semaphore
 
 import openai
 import pytest
 from http_servers import MODEL, SAID, SCHEMA, TALK, Served, answer, post, tiny_file, tools_template
+
+from kvcache.engine import template_sandbox
 
 pytestmark = pytest.mark.one_build
 
@@ -213,6 +216,16 @@ def test_the_dialect_may_be_named(tmp_path):
         assert "warnings" not in ask(served, SAID, tool_choice="none").model_extra
     with pytest.raises(ValueError, match="tool_parser: expected one of"):
         Served(tiny_file(tmp_path), limits={"tool_parser": "x"})
+
+
+def test_completions_need_no_package_of_templates(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    template_sandbox._compiled_or_refused.cache_clear()
+    with Served(tiny_file(tmp_path, TEMPLATE)) as served:
+        served.say(SAID)
+        assert served.client().completions.create(model=MODEL, prompt="x", max_tokens=1).choices
+        with pytest.raises(openai.InternalServerError):
+            ask(served, SAID)
 
 
 def test_silent_streams_say_that_they_live(served, monkeypatch):

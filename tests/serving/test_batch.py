@@ -539,7 +539,7 @@ def test_arguments(network, engine):
         with pytest.raises(ValueError, match=message):
             call()
     for call, message in (
-        (lambda: engine.submit([1], namespace=[]), "namespace: expected a hashable value, got an error: unhashable"),
+        (lambda: engine.submit([1], namespace=[]), "namespace: expected a hashable value, got list"),
         (lambda: engine.submit([1], priority=0.5), "priority"),
         (lambda: engine.submit(None), "prompt: expected a text or token ids, got NoneType"),
         (lambda: engine.generate_batch([5]), "prompt: expected a text or token ids, got int"),

@@ -10,7 +10,7 @@ from prefix_engines import SHORT, prompt
 from tier_stores import SECRET, ObjectStore
 
 from kvcache.engine import InferenceEngine, PrefixCachedEngine
-from kvcache.tiers import DirectoryTier, RedisTier, Tiers, links, lookups, writing
+from kvcache.tiers import DirectoryTier, RedisTier, Tiers, links, lookups, process_thread
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.one_build]
 
@@ -197,8 +197,7 @@ def test_a_system_without_threads(network, monkeypatch):
     with tiers_over(store) as tiers:
         cached = engine_over(network, tiers)
         with monkeypatch.context() as patched:
-            for module in (lookups, writing):
-                patched.setattr(module, "start_new_thread", none_left)
+            patched.setattr(process_thread, "start_new_thread", none_left)
             assert cached.generate(text, SHORT) == want
         assert not tiers.flush(60)
         assert tiers.stats()[0].dropped == 4

@@ -32,6 +32,7 @@ import numpy as np
 from kvcache.errors import InvalidOperationError
 from kvcache.prefix.index.event_buffer import EVENT, Noted
 from kvcache.prefix.index.misses import REASONS
+from kvcache.support.arguments import hash_of
 
 __all__ = ["Match", "Namespace", "PrefixIndex", "load"]
 
@@ -59,6 +60,14 @@ cdef class Namespace:
     cdef uint64_t key      # hash of the name
     cdef uint64_t salt     # of the hashes of its pages in events
     cdef readonly int64_t number    # in events
+
+
+cdef uint64_t key_of(object name) except? 0:
+    """The hash of a namespace's name; TypeError if it has none."""
+    try:
+        return <uint64_t>hash(name)
+    except TypeError:
+        return <uint64_t>hash_of(name, "namespace")    # which raises, in words
 
 
 cdef class PrefixIndex:
@@ -123,6 +132,7 @@ cdef class PrefixIndex:
 
     cpdef Namespace namespace(self, object name):
         """The namespace of a name; None: nothing is cached in it."""
+        key_of(name)
         cdef Namespace space = self.by_name.get(name)
         return None if space is None or self.is_vacant(space) else space
 
@@ -166,7 +176,7 @@ cdef class PrefixIndex:
         Counts as a use of the pages, and in the statistics. With `whole`, the match has full pages alone.
         """
         cdef cnp.ndarray ids = uint32_tokens(tokens)
-        cdef uint64_t key = <uint64_t>hash(name)
+        cdef uint64_t key = key_of(name)
         cdef match_t found
         cdef Claim claim = self.matched(ids, name, &found)
         cdef int32_t *pages = claim.data.pages
@@ -246,7 +256,7 @@ cdef class PrefixIndex:
             source: what the content of the pages is fetched from; None: they have it.
         """
         cdef cnp.ndarray ids = uint32_tokens(tokens)
-        cdef uint64_t key = <uint64_t>hash(name)
+        cdef uint64_t key = key_of(name)
         cdef Slots slots = fresh.slots
         cdef Py_ssize_t old = 0 if head is None else head.data.n, n = old + fresh.data.n, existing = 0, i
         cdef Py_ssize_t size = self.trie.table.page_size
