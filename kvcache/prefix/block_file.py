@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 _BLOCKS_AT_ONCE = 256  # read in one call; more delay Ctrl-C
-_FORMATS = re.compile(r" formats ([a-z0-9 ]+) / ([a-z0-9 ]+)$")  # of `formats_of`, in the name of the model
+_FORMATS = " formats "  # begins the part of a name that has them
 
 
 def save_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[CachedBlocks]) -> None:
@@ -67,7 +66,7 @@ def formats_of(store: BlockStore) -> str:
     if all(isinstance(dtype, str) for dtype in dtypes):
         return index
     key, value = (dtype if isinstance(dtype, str) else " ".join(dtype) for dtype in dtypes)
-    return f"{index} formats {key} / {value}"
+    return f"{index}{_FORMATS}{key} / {value}"
 
 
 def _raw_pages(store: BlockStore) -> Callable[[Int32], Iterable[list[Any]]]:
@@ -111,9 +110,11 @@ def _expect_model(snapshot: Snapshot, model: str) -> None:
 
 
 def _split(model: str) -> tuple[str, list[list[str]]]:
-    """The name of a file without the formats of its layers, and these: those of K and those of V, or none."""
-    found = _FORMATS.search(model)
-    return (model[: found.start()], [each.split() for each in found.groups()]) if found else (model, [])
+    """The name of a file without the formats of its last layers, and these: those of K and those of V, or none."""
+    before, _, named = model.rpartition(_FORMATS)
+    sides = [each.split(" ") for each in named.split(" / ")]
+    known = len(sides) == 2 and all(name in FORMATS for side in sides for name in side)
+    return (before, sides) if known else (model, [])
 
 
 def saved_formats(path: str | os.PathLike[str]) -> dict[str, str | list[str]]:
@@ -122,11 +123,11 @@ def saved_formats(path: str | os.PathLike[str]) -> dict[str, str | list[str]]:
     if not snapshot.arenas:
         raise SnapshotError(f"{snapshot.path}: expected an arena, got none")
     arena, (before, formats), found = snapshot.arenas[0], _split(snapshot.model), dict[str, str | list[str]]()
-    if _FORMATS.search(before):
+    if _split(before)[1]:
         raise SnapshotError(f"{snapshot.path}: expected layers of one kind, got several with formats of their own")
     for i, name in enumerate(("key_dtype", "value_dtype")):
         dtype: str = getattr(arena, name)
-        if dtype not in FORMATS and not (dtype == MIXED and formats):
+        if dtype not in FORMATS and not (dtype == MIXED and formats and len(formats[i]) == arena.num_layers):
             raise SnapshotError(f"{snapshot.path}: expected a {name} of this library, got {dtype}")
         found[name] = formats[i] if dtype == MIXED else dtype
     return found
