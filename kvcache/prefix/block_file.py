@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvcache.core.locks import AllLocks
 from kvcache.core.store import BlockStore
 from kvcache.errors import InvalidOperationError, SnapshotError
+from kvcache.kernels.kernels import FORMATS
 from kvcache.prefix.cached_blocks import CachedBlocks
 from kvcache.prefix.index.prefix_index import load
 from kvcache.prefix.index.slots import Claim
@@ -22,7 +23,7 @@ from kvcache.saved.file_tables import MIXED, Arena
 from kvcache.saved.segments import newest_pages, ranges, well_formed
 from kvcache.saved.snapshot import Snapshot
 
-__all__ = ["arena_of_blocks", "formats_of", "load_blocks", "save_blocks"]
+__all__ = ["arena_of_blocks", "formats_of", "load_blocks", "save_blocks", "saved_formats"]
 
 logger = logging.getLogger("kvcache")
 
@@ -30,6 +31,7 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 _BLOCKS_AT_ONCE = 256  # read in one call; more delay Ctrl-C
+_FORMATS = " formats "  # begins the part of a name that has them
 
 
 def save_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[CachedBlocks]) -> None:
@@ -64,7 +66,7 @@ def formats_of(store: BlockStore) -> str:
     if all(isinstance(dtype, str) for dtype in dtypes):
         return index
     key, value = (dtype if isinstance(dtype, str) else " ".join(dtype) for dtype in dtypes)
-    return f"{index} formats {key} / {value}"
+    return f"{index}{_FORMATS}{key} / {value}"
 
 
 def _raw_pages(store: BlockStore) -> Callable[[Int32], Iterable[list[Any]]]:
@@ -78,8 +80,9 @@ def load_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[Cache
     """Name the blocks of a file in caches that are empty; how many in the first. Raises as `PrefixCache.load`."""
     with AllLocks([cache.lock for cache in caches]):
         _require_empty(caches)
-        snapshot = Snapshot(path, "blocks", model + _meaning(caches), exact=exact)
+        snapshot = Snapshot(path, "blocks", None, exact=exact)
         try:
+            _expect_model(snapshot, model + _meaning(caches))
             takers = _takers(snapshot, caches)
         except SnapshotError as error:
             raise SnapshotError(f"{snapshot.path}: {error}") from error
@@ -92,6 +95,42 @@ def load_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[Cache
         count = len(caches[0].index)
     logger.info("%s: loaded %d blocks", snapshot.path, count)
     return count
+
+
+def _expect_model(snapshot: Snapshot, model: str) -> None:
+    """Raise SnapshotError unless the file has this name; where formats of layers alone differ, it names these."""
+    (own, want), (other, got) = map(_split, (model, snapshot.model))
+    if own == other and want != got:
+        named = [" / ".join(map(" ".join, pair)) or "one for all layers" for pair in (want, got)]
+        raise SnapshotError(
+            f"expected formats {named[0]}, got {named[1]}, which an engine has with those that "
+            f"`PrefixCache.saved_formats` reads from the file"
+        )
+    snapshot.expect_model(model)
+
+
+def _split(model: str) -> tuple[str, list[list[str]]]:
+    """The name of a file without the formats of its last layers, and these: those of K and those of V, or none."""
+    before, _, named = model.rpartition(_FORMATS)
+    sides = [each.split(" ") for each in named.split(" / ")]
+    known = len(sides) == 2 and all(name in FORMATS for side in sides for name in side)
+    return (before, sides) if known else (model, [])
+
+
+def saved_formats(path: str | os.PathLike[str]) -> dict[str, str | list[str]]:
+    """See `PrefixCache.saved_formats`."""
+    snapshot = Snapshot(path, "blocks", None, exact=False)
+    if not snapshot.arenas:
+        raise SnapshotError(f"{snapshot.path}: expected an arena, got none")
+    arena, (before, formats), found = snapshot.arenas[0], _split(snapshot.model), dict[str, str | list[str]]()
+    if _split(before)[1]:
+        raise SnapshotError(f"{snapshot.path}: expected layers of one kind, got several with formats of their own")
+    for i, name in enumerate(("key_dtype", "value_dtype")):
+        dtype: str = getattr(arena, name)
+        if dtype not in FORMATS and not (dtype == MIXED and formats and len(formats[i]) == arena.num_layers):
+            raise SnapshotError(f"{snapshot.path}: expected a {name} of this library, got {dtype}")
+        found[name] = formats[i] if dtype == MIXED else dtype
+    return found
 
 
 def _require_empty(caches: Sequence[CachedBlocks]) -> None:

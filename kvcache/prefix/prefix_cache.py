@@ -24,7 +24,7 @@ from kvcache.core.store import BlockStore
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.paged.blocks import PagedBlocks
 from kvcache.paged.cache import PagedKvCache
-from kvcache.prefix.block_file import load_blocks, save_blocks
+from kvcache.prefix.block_file import load_blocks, save_blocks, saved_formats
 from kvcache.prefix.block_rows import checked_rows
 from kvcache.prefix.cache_block import CacheBlock, FoundBlocks, FoundPrefix, block_of
 from kvcache.prefix.cache_session import CacheSession
@@ -358,6 +358,20 @@ class PrefixCache(IndexedCache):
             OSError: there is none, or it cannot be read.
         """
         return load_blocks(path, str(model), self._and(beside), exact=exact)
+
+    @staticmethod
+    def saved_formats(path: str | os.PathLike[str]) -> dict[str, str | list[str]]:
+        """The formats of K and V in a file of `save`: `key_dtype` and `value_dtype`, each one, or one for each layer.
+
+        An engine has its formats before it loads a file, and one with a budget, `dtype="auto:4.0"`, chooses among the
+        formats of its version. Given these in place of the budget, it reads the file.
+
+        Raises:
+            SnapshotError: not a file of `save`; damaged; in formats that this version does not have, or of a list of
+                them for layers of several kinds, such as windows.
+            OSError: there is none, or it cannot be read.
+        """
+        return saved_formats(path)
 
     def _and(self, beside: Sequence[PrefixCache]) -> list[CachedBlocks]:
         """The blocks of this cache and of those beside it; TypeError, ValueError: another object, or one twice."""

@@ -156,7 +156,7 @@ class Snapshot:
     Args:
         path: of the file.
         kind: what it must be.
-        model: the model's name, which the file must have.
+        model: the model's name, which the file must have; None: `expect_model` is called before pages are read.
         exact: whether its K and V must have the bits of this version.
 
     Raises:
@@ -165,6 +165,7 @@ class Snapshot:
 
     Attributes:
         path: see there.
+        model: the name that the file has.
         exact: whether its K and V have the bits of this version.
         arenas: how K and V lie.
         names: the namespaces.
@@ -174,7 +175,7 @@ class Snapshot:
         num_slots: of each arena, int64.
     """
 
-    def __init__(self, path: str | os.PathLike[str], kind: str, model: str, *, exact: bool = True) -> None:
+    def __init__(self, path: str | os.PathLike[str], kind: str, model: str | None, *, exact: bool = True) -> None:
         self.path = as_path(path)
         self._file, size = open_regular(path, SnapshotError)
         try:
@@ -185,7 +186,12 @@ class Snapshot:
                 raise SnapshotError(f"{self.path}: {error}") from error
             raise
 
-    def _open(self, kind: str, model: str, exact: bool, file_size: int) -> None:
+    def expect_model(self, model: str) -> None:
+        """Raise SnapshotError unless the file has the name of this model."""
+        if self.model != model and (self.exact or not _is_of_before(self.model, model)):
+            raise SnapshotError(f"expected model {model!r}, got {self.model[:100]!r}")
+
+    def _open(self, kind: str, model: str | None, exact: bool, file_size: int) -> None:
         header = bytearray(HEADER.size)
         if file_size < HEADER.size or not read_at(self._file.fd, [header], 0):
             raise SnapshotError(f"expected at least {HEADER.size} bytes, got {file_size}")
@@ -218,7 +224,7 @@ class Snapshot:
                 f"expected a token or more in each segment and page and a name in each namespace, got {num_segments} "
                 f"segments, {num_pages} pages, {num_tokens} tokens, {num_names} namespaces"
             )
-        if model_bytes > max(_MAX_MODEL_BYTES, len(model.encode())):
+        if model_bytes > max(_MAX_MODEL_BYTES, len((model or "").encode())):
             raise SnapshotError(f"expected model {model!r}, got a name of {model_bytes} bytes")
         most = physical_memory()[0] // _PART_OF_MEMORY
         if sum(sizes) > max(most, _SMALL):
@@ -253,7 +259,7 @@ class Snapshot:
             raise SnapshotError("expected tables with their checksum, got damaged ones")
 
     def _read_tables(
-        self, sizes: list[int], sum_of_tables: int, model: str, num_names: int, num_pages: int, size: int
+        self, sizes: list[int], sum_of_tables: int, model: str | None, num_names: int, num_pages: int, size: int
     ) -> None:
         tables = bytearray(sum(sizes))
         if not read_at(self._file.fd, [tables], HEADER.size) or checksum([tables]) != sum_of_tables:
@@ -262,9 +268,9 @@ class Snapshot:
         for length in sizes:
             parts.append(memoryview(tables)[at : at + length])
             at += length
-        name = bytes(parts[5]).decode("utf-8", "backslashreplace")
-        if name != model and (self.exact or not _is_of_before(name, model)):
-            raise SnapshotError(f"expected model {model!r}, got {name[:100]!r}")
+        self.model = bytes(parts[5]).decode("utf-8", "backslashreplace")
+        if model is not None:
+            self.expect_model(model)
         self.arenas = unpack_arenas(parts[0])
         self._read_names(bytes(parts[4]), num_names)
         self._read_segments(np.frombuffer(parts[1], SEGMENT), np.frombuffer(parts[2], "<u4"))

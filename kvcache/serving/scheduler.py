@@ -216,7 +216,8 @@ class Scheduler:
         if len(self.running) < self._max_running:
             return True
         if self._reads_f16:  # such tokens have memory for that many texts, and for one more that all of these wait for
-            return first.key[1] < 0 and all(map(self.pool.lacking, self.running))
+            is_one_more = first.key[1] < 0 and len(self.running) == self._max_running
+            return is_one_more and all(map(self.pool.lacking, self.running))
         return first.key[1] < 0 or self.num_running < self._max_running
 
     def _first_waiting(self) -> Work | None:

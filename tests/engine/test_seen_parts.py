@@ -201,6 +201,29 @@ def test_first_tokens_of_a_request_stay_in_f16(network, length):
             settled(batch)
 
 
+@pytest.mark.parametrize("length", [0, 64])
+def test_a_chain_of_texts_takes_the_memory_of_one_more(network, length):
+    """Each text sees the first tokens, which are cached, and lacks the text before it: one of them runs at a time."""
+    known = measure(network, np.random.default_rng(1).integers(0, network.config.vocab_size, 120).astype(np.uint32))
+    options = {"dtype": "q4", "residual_length": length, "calibrate": known}
+    first, depth = SeenParts.of_edit(DOCUMENTS[0], [(20, 24)]), 12
+    chain, cut = first, (30, 34)
+    for _ in range(depth):
+        before = chain.num_tokens
+        chain = SeenParts.of_edit(tokens(20), [cut], chain)
+        cut = before, chain.num_tokens
+    want = [key(InferenceEngine(network, **options).complete(QUESTION, PARAMS, prefix=each)) for each in (first, chain)]
+    for most in (1, 2):
+        batch = BatchEngine(network, num_blocks=200, max_running=most, clock=Clock(), **options)
+        assert key(batch.submit(QUESTION, PARAMS, prefix=first).completions()[0]) == want[0]
+        ran = batch.stats().prefilled_tokens
+        waiting = [batch.submit(QUESTION, PARAMS, prefix=chain) for _ in range(3)]
+        run(batch)  # f16 rows take no more memory than was reserved
+        assert [key(each.completions()[0]) for each in waiting] == [want[1]] * 3
+        assert batch.stats().prefilled_tokens - ran <= depth * 20 + 3 * len(QUESTION)
+        settled(batch)
+
+
 def test_groups_leave_no_token_out(network):
     """Where packed tokens are as exact as others, groups change nothing but roundings."""
     for prefix, own in [segmented((0, 1, 2), 16), segmented((3, 1), 0), *edited()]:

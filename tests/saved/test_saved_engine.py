@@ -11,7 +11,9 @@ from saved_caches import set_bits
 from seeded_weights import golden_folder
 from tier_stores import SECRET, ObjectStore
 
-from kvcache import BatchEngine, SnapshotError
+from kvcache import BatchEngine, Calibration, PagedKvCache, PrefixCache, SnapshotError
+from kvcache.calibration import layer_losses
+from kvcache.calibration.calibrating import measure
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
 from kvcache.kernels import kernels
 from kvcache.networks.fingerprint import fingerprint
@@ -95,6 +97,43 @@ def test_another_format_is_refused(tmp_path, network):
     ):
         with pytest.raises(SnapshotError, match=message):
             engine(network, **options).load(tmp_path / "cache")
+
+
+def test_a_file_of_a_budget_with_fewer_formats_to_choose_from(tmp_path, network, monkeypatch):
+    """Its formats keep the budget; an engine that is made with them reads it, whatever a budget chooses now."""
+    text, path = prompt(0, 40), tmp_path / "cache"
+    known = measure(network, prompt(3, 120))
+    known = Calibration(known.centres, known.moments, np.array([[3.0, 2], [1, 2]], np.float32))
+    with monkeypatch.context() as older:
+        older.delitem(layer_losses._SHARES, "q5")
+        saved = engine(network, dtype="auto:6.5", calibrate=known)
+    want = saved.generate(text, SHORT)
+    saved.save(path)
+    now, found = engine(network, dtype="auto:6.5", calibrate=known), PrefixCache.saved_formats(path)
+    for name, dtype in found.items():
+        assert tuple(dtype) == tuple(getattr(saved.inner.cache, name))
+    assert saved.inner.cache.key_dtype != now.inner.cache.key_dtype
+    assert "q5" in now.inner.cache.key_dtype
+    with pytest.raises(SnapshotError, match=r"cache: expected formats (q\d ?){2} / .*, got .*`PrefixCache.saved_fo"):
+        now.load(path)
+    one, many = engine(network, **found, calibrate=known), BatchEngine(network, **found, calibrate=known)
+    for loaded in (one, many):
+        assert loaded.load(path) == saved.cache_stats().cached_blocks
+    assert (one.generate(text, SHORT), many.submit(text, SHORT).result()) == (want, want)
+    assert one.cache_stats().hit_tokens == many.cache_stats().hit_tokens > 0
+    for options in ({}, {"key_dtype": "q8", "value_dtype": "q5"}):  # which is the same for all layers
+        other = engine(network, **options, calibrate=known if options else False)
+        other.generate(text, SHORT)
+        other.save(path)
+        assert PrefixCache.saved_formats(path) == {"key_dtype": "f32", "value_dtype": "f32"} | options
+    with pytest.raises(SnapshotError, match=r"cache: expected formats q.*, got one for all layers"):
+        now.load(path)
+    windows = [PrefixCache.over(PagedKvCache(4, 16, 2, 8, num_layers=2, dtype=["q8", "q4"])) for _ in range(2)]
+    windows[0].save(path)
+    assert PrefixCache.saved_formats(path) == {"key_dtype": ["q8", "q4"], "value_dtype": ["q8", "q4"]}
+    windows[0].save(path, beside=windows[1:])
+    with pytest.raises(SnapshotError, match="cache: expected layers of one kind, got several"):
+        PrefixCache.saved_formats(path)
 
 
 def test_rows_that_an_engine_would_not_compute_are_refused(tmp_path, network):
