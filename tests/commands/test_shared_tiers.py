@@ -6,6 +6,7 @@ import time
 from unittest.mock import Mock
 
 import pytest
+from redis_programs import expect_redis
 
 from bench.support.redis_servers import Server
 from kvcache import BatchEngine, SamplingParams
@@ -32,6 +33,7 @@ def secret(tmp_path):
 
 @pytest.fixture
 def redis(tmp_path):
+    expect_redis()
     server = Server(tmp_path / "redis")
     yield server
     server.process.kill()
