@@ -69,6 +69,7 @@ def test_other_bits_are_refused_and_taken_when_asked(tmp_path, kind):
     loaded = kind()
     assert loaded.load(path, "this one", exact=False) == len(saved)
     assert loaded.stats().exact
+    loaded.clear()  # Windows replaces no file that is open
     kind().save(path, "this one")
     set_bits(path, 0)
     nothing = kind()
