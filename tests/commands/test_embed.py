@@ -103,6 +103,6 @@ def test_closed_inputs_and_outputs_are_refused_by_name(folder, tmp_path, capsys,
 
 def test_texts_that_are_too_long_are_cut_where_asked(folder, tmp_path):
     texts, output = tmp_path / "lines.txt", tmp_path / "vectors.npy"
-    texts.write_text("\u1234" * 600)
+    texts.write_text("\u1234" * 600, encoding="utf-8")
     assert main(["embed", "--model", str(folder), "-f", str(texts), "-o", str(output), "--truncate"]) == 0
     assert np.load(output).shape == (1, 32)

@@ -197,7 +197,7 @@ def test_memory_that_the_machine_has_not_is_told_with_its_option(capsys, monkeyp
 def swapped(folder):
     """The folder of the demo's tokenizer, but for two tokens that have the ids of each other."""
     shutil.copytree(DIRECTORY, folder, ignore=shutil.ignore_patterns("*.py", "*.safetensors"))
-    content = json.loads((folder / "tokenizer.json").read_text())
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     vocab = content["model"]["vocab"]
     vocab["#"], vocab["$"] = vocab["$"], vocab["#"]
     (folder / "tokenizer.json").write_text(json.dumps(content))
@@ -245,6 +245,6 @@ def test_errors_are_one_line(capsys, tmp_path):
     lost = one_line(capsys, main([*demo, "--dtype", "q4", "--calibrate", "nowhere.txt"]))
     assert 'calibrate: expected "auto", or a file of text or of a calibration, got none at nowhere.txt' in lost
     shutil.copytree(GOLDEN / "llama", tmp_path / "odd")
-    config = json.loads((tmp_path / "odd" / "config.json").read_text())
+    config = json.loads((tmp_path / "odd" / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "odd" / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
     assert "GPT2LMHeadModel" in one_line(capsys, main(["generate", "--model", str(tmp_path / "odd"), "--prompt", "x"]))

@@ -156,6 +156,7 @@ def open_files():
     return len(os.listdir("/proc/self/fd"))
 
 
+@needs_posix
 @pytest.mark.parametrize("kind", [entries, blocks])
 def test_a_file_is_open_as_long_as_something_waits_for_it(tmp_path, kind):
     saved, texts_ = kind(), prompts(8)
