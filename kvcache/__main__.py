@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -101,12 +102,20 @@ def _demo_model() -> str:
     return str(DIRECTORY)
 
 
+def _write_utf8() -> None:
+    """Let files and pipes of Windows have texts as they are: in UTF-8, not the code page, with no other line ends."""
+    for stream in (sys.stdout, sys.stderr):
+        if sys.platform == "win32" and isinstance(stream, io.TextIOWrapper) and not stream.isatty():
+            stream.reconfigure(encoding="utf-8", newline="\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. A user's error prints one line to stderr and returns 2.
 
     The line has no character that controls a terminal: an error may quote a file.
     Where nobody reads the output any more, it ends without a word, with 141 as a shell tells a SIGPIPE.
     """
+    _write_utf8()
     parser = _parser()
     options = parser.parse_args(arguments)
     try:

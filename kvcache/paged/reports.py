@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ import numpy.typing as npt
 from kvcache.core.block_pool import BlockPool
 from kvcache.core.store import BlockStore
 from kvcache.paged.tables import BlockTables
+from kvcache.support.spill_file import bytes_on_disk
 
 __all__ = ["BlockId", "CacheStats", "CsrBlockTable", "SeqId", "SequenceInfo", "SpillStats"]
 
@@ -146,7 +146,7 @@ class SpillStats(NamedTuple):
         """The report of a store that spills."""
         spill = store.spill
         assert spill is not None
-        found, on_disk = spill.stats(), os.fstat(spill.fd).st_blocks * 512
+        found = spill.stats()
         names = {
             "holds": "holds", "held": "held_units", "waits": "waits", "reads": "read_units", "read_bytes": "read_bytes",
             "reads_ahead": "ahead_units", "writes": "written_units", "written_bytes": "written_bytes",
@@ -154,8 +154,8 @@ class SpillStats(NamedTuple):
         }
         counts = {name: int(found[own]) for name, own in names.items()}
         return cls(
-            folder=spill.folder, memory_bytes=int(found["resident"]), max_memory_bytes=spill.limit, file_bytes=on_disk,
-            read_seconds=found["read_seconds"], **counts,
+            folder=spill.folder, memory_bytes=int(found["resident"]), max_memory_bytes=spill.limit,
+            file_bytes=bytes_on_disk(spill.fd), read_seconds=found["read_seconds"], **counts,
         )
 
 

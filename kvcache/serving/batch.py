@@ -6,7 +6,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from time import monotonic
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from kvcache.core.memory import total
@@ -148,7 +148,7 @@ class BatchEngine(NetworkEngine):
         autosave: str | os.PathLike[str] | DirectoryTier | None = None,
         on_eviction: OnEviction | None = None,
         kv_events: KvEvents | str | None = None,
-        clock: Clock = monotonic,
+        clock: Clock = perf_counter,  # on Windows monotonic() counts steps of 16 ms
         adapters: Mapping[str, Any] | None = None,
         **options: Unpack[Options],
     ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import sys
 from contextlib import suppress
 
 from kvcache.support.descriptors import File
@@ -12,7 +13,7 @@ from kvcache.support.file_calls import DIRECT, DIRECTORY, NOFOLLOW, UNNAMED, rem
 from kvcache.support.private_folders import expect_private
 from kvcache.support.regular_files import read_at, write_at
 
-__all__ = ["open_spill_file"]
+__all__ = ["bytes_on_disk", "open_spill_file"]
 
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | NOFOLLOW
 
@@ -38,6 +39,12 @@ def open_spill_file(folder: str) -> File:
                 if _takes_requests(file):
                     return file
         return _nameless(root, 0)
+
+
+def bytes_on_disk(fd: int) -> int:
+    """Bytes that an open file takes on its disk; on Windows, which does not count blocks, those up to its end."""
+    status = os.fstat(fd)
+    return status.st_size if sys.platform == "win32" else status.st_blocks * 512
 
 
 def _nameless(root: File, more: int) -> File:

@@ -11,6 +11,7 @@ memory or time a call takes. The client connects, with TLS and passwords, and fi
 from __future__ import annotations
 
 import socket
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -98,7 +99,7 @@ class _Stream:
         self._send([before, body, b"\r\n" + b"".join(map(_string, last))])
 
     def _send(self, parts: Sequence[Buffer]) -> None:
-        if type(self._socket) is not socket.socket:  # TLS
+        if type(self._socket) is not socket.socket or sys.platform == "win32":  # TLS; Windows sends no parts at once
             for each in parts:
                 self._socket.sendall(each)
             return

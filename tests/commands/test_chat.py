@@ -1,23 +1,21 @@
 """`kvcache chat`: a conversation over a pipe and in a terminal, Ctrl-C and Ctrl-D, and readable errors."""
 
-import fcntl
 import io
 import json
 import os
-import pty
 import re
 import select
 import signal
 import struct
 import subprocess
 import sys
-import termios
 import time
 
 import pytest
 from chat_folders import chat_folder
 from peft_folders import modules_of, write_adapter
 from places import search_path
+from posix_modules import fcntl, needs_posix, pty, termios
 
 from kvcache import InferenceEngine, SamplingParams
 from kvcache.__main__ import main
@@ -214,6 +212,7 @@ def again(act, is_done):
             time.sleep(0.1)
 
 
+@needs_posix
 def test_an_interrupt_stops_the_answer_and_keeps_the_conversation(folder):
     """A real signal, while tokens come."""
     with subprocess.Popen(
@@ -238,6 +237,7 @@ def test_an_interrupt_stops_the_answer_and_keeps_the_conversation(folder):
     assert second["prompt"] > first["prompt"] + 5
 
 
+@needs_posix
 def test_an_interrupt_at_the_prompt_of_a_pipe_ends_it(folder):
     with subprocess.Popen(
         command(folder, "--max-tokens", 3), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -290,6 +290,7 @@ class Terminal:
 
 
 @pytest.mark.parametrize("keys", ["\x03", "\x04"], ids=["Ctrl-C", "Ctrl-D"])
+@needs_posix
 def test_interrupts_in_a_terminal(folder, keys):
     """Ctrl-C during an answer stops it; Ctrl-D at the prompt ends the conversation, or Ctrl-C twice."""
     with Terminal(folder, "--max-tokens", 1500, TERM="dumb") as it:
@@ -307,6 +308,7 @@ def test_interrupts_in_a_terminal(folder, keys):
         assert it.status == 0
 
 
+@needs_posix
 def test_a_conversation_in_a_terminal(folder, tmp_path):
     """Pasted lines are one message, commands change the conversation, and the counters follow."""
     prompt = re.compile(rf"{REPORT.pattern}.*\r\n", re.DOTALL).pattern
@@ -363,6 +365,7 @@ def test_a_conversation_in_a_terminal(folder, tmp_path):
         assert it.status == 0
 
 
+@needs_posix
 def test_a_paste_that_is_taller_than_the_screen_is_shown_whole(folder):
     """When it is sent; what would control the terminal is shown as readline shows it. A shorter one is left alone."""
     with Terminal(folder, "--max-tokens", 2, TERM="xterm", NO_COLOR="1", INPUTRC="/dev/null") as it:
@@ -379,6 +382,7 @@ def test_a_paste_that_is_taller_than_the_screen_is_shown_whole(folder):
 
 
 @pytest.mark.exhaustive
+@needs_posix
 def test_a_full_context_and_a_long_prompt_in_a_terminal(folder):
     """The oldest turns go if the person agrees; Ctrl-C while a prompt is read keeps nothing of it."""
     with Terminal(folder, "--max-tokens", 8, "--context", 96, TERM="dumb") as it:

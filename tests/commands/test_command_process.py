@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from places import search_path
+from posix_modules import needs_posix
 
 from kvcache.support import command_process
 
@@ -30,6 +31,7 @@ def test_nonsense_in_variables():
     assert "Traceback" in done.stderr, "an import by others says where"
 
 
+@needs_posix
 def test_an_interrupt_of_the_imports(tmp_path):
     """It ends the process as a signal does, without a word."""
     (tmp_path / "numpy.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nsignal.pause()\n")

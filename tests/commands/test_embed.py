@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from posix_modules import needs_posix
 from vector_folders import vector_folder
 
 from kvcache import InferenceEngine
@@ -57,6 +58,7 @@ def test_errors_print_one_line_and_leave_the_file(folder, tmp_path, capsys, text
     assert len([*tmp_path.iterdir()]) == 2
 
 
+@needs_posix
 def test_outputs_are_checked_first_and_devices_and_links_stay(folder, tmp_path, capsys):
     texts, device, link = tmp_path / "lines.txt", tmp_path / "device", tmp_path / "link.npy"
     texts.write_text("x")
@@ -78,6 +80,7 @@ def test_outputs_are_checked_first_and_devices_and_links_stay(folder, tmp_path, 
     assert np.load(tmp_path / "vectors.npy").shape == (1, 32)
 
 
+@needs_posix
 def test_a_replaced_file_keeps_who_may_read_it_however_long_its_name_is(folder, tmp_path):
     texts, output = tmp_path / "lines.txt", tmp_path / ("x" * 251 + ".npy")
     texts.write_text("x")
@@ -100,6 +103,6 @@ def test_closed_inputs_and_outputs_are_refused_by_name(folder, tmp_path, capsys,
 
 def test_texts_that_are_too_long_are_cut_where_asked(folder, tmp_path):
     texts, output = tmp_path / "lines.txt", tmp_path / "vectors.npy"
-    texts.write_text("\u1234" * 600)
+    texts.write_text("\u1234" * 600, encoding="utf-8")
     assert main(["embed", "--model", str(folder), "-f", str(texts), "-o", str(output), "--truncate"]) == 0
     assert np.load(output).shape == (1, 32)

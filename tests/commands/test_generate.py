@@ -13,6 +13,7 @@ from chat_folders import chat_folder
 from gguf_files import ARRAY, STRING, convert
 from peft_folders import modules_of, write_adapter
 from places import GOLDEN, search_path
+from posix_modules import needs_posix
 
 from kvcache import InferenceEngine
 from kvcache.__main__ import main
@@ -126,6 +127,20 @@ def test_a_prompt_of_a_file_and_of_the_standard_input(capsys, tmp_path, monkeypa
     assert "nowhere" in one_line(capsys, main([*command, "-f", "nowhere"]))
 
 
+def test_files_and_pipes_of_windows_have_utf8_and_the_line_ends_of_the_text(monkeypatch):
+    """Where the code page has no such character and the C library writes other line ends."""
+    output = io.BytesIO()
+    with monkeypatch.context() as changed:
+        changed.setattr("sys.platform", "win32")
+        changed.setattr("sys.stdout", io.TextIOWrapper(output, encoding="cp1252", newline="\r\n"))
+        assert main(["generate", "--model", str(DIRECTORY), "--prompt", "# \u2192\n", "--max-tokens", "1"]) == 0
+        sys.stdout.flush()
+        found = output.getvalue()
+    assert found.startswith("# \u2192\n".encode())
+    assert b"\r" not in found
+
+
+@needs_posix
 def test_nobody_reads_the_output():
     """No word about it, also at the end of the process."""
     command = f"{sys.executable} -m kvcache generate --model {DIRECTORY} --prompt import --max-tokens 400 "
@@ -182,7 +197,7 @@ def test_memory_that_the_machine_has_not_is_told_with_its_option(capsys, monkeyp
 def swapped(folder):
     """The folder of the demo's tokenizer, but for two tokens that have the ids of each other."""
     shutil.copytree(DIRECTORY, folder, ignore=shutil.ignore_patterns("*.py", "*.safetensors"))
-    content = json.loads((folder / "tokenizer.json").read_text())
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     vocab = content["model"]["vocab"]
     vocab["#"], vocab["$"] = vocab["$"], vocab["#"]
     (folder / "tokenizer.json").write_text(json.dumps(content))
@@ -238,6 +253,6 @@ def test_errors_are_one_line(capsys, tmp_path):
     lost = one_line(capsys, main([*demo, "--dtype", "q4", "--calibrate", "nowhere.txt"]))
     assert 'calibrate: expected "auto", or a file of text or of a calibration, got none at nowhere.txt' in lost
     shutil.copytree(GOLDEN / "llama", tmp_path / "odd")
-    config = json.loads((tmp_path / "odd" / "config.json").read_text())
+    config = json.loads((tmp_path / "odd" / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "odd" / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
     assert "GPT2LMHeadModel" in one_line(capsys, main(["generate", "--model", str(tmp_path / "odd"), "--prompt", "x"]))

@@ -11,6 +11,7 @@ import pytest
 from event_reader import Reader
 from peft_folders import modules_of, write_adapter
 from places import PROJECT
+from posix_modules import needs_posix
 
 from kvcache.__main__ import main
 from kvcache.commands.options import default_sizes, name_of
@@ -94,6 +95,7 @@ def test_what_the_command_refuses(capsys, monkeypatch):
     assert "kvcache-cpu[serve]" in capsys.readouterr().err
 
 
+@needs_posix
 def test_a_folder_of_autosave_that_others_can_write_to(tmp_path, capsys):
     """One line says what is wrong with it."""
     tmp_path.chmod(0o777)

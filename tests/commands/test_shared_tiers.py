@@ -1,11 +1,13 @@
 """The tiers that options of `serve` open: a folder, a Redis server or an object store that is shared, their secret."""
 
 import argparse
+import os
 import stat
 import time
 from unittest.mock import Mock
 
 import pytest
+from redis_programs import expect_redis
 
 from bench.support.redis_servers import Server
 from kvcache import BatchEngine, SamplingParams
@@ -32,6 +34,7 @@ def secret(tmp_path):
 
 @pytest.fixture
 def redis(tmp_path):
+    expect_redis()
     server = Server(tmp_path / "redis")
     yield server
     server.process.kill()
@@ -71,7 +74,8 @@ def test_two_servers_with_one_secret_share_what_they_compute(secret, redis, tmp_
 def test_a_folder_before_the_server(secret, tmp_path):
     folder = tmp_path / "kept"
     assert open_tiers(options()) is None
-    with open_tiers(options("--autosave", folder)) as tiers:
+    given = () if os.name == "posix" else ("--tier-secret", secret)  # without one Windows is refused
+    with open_tiers(options("--autosave", folder, *given)) as tiers:
         assert [type(stats).__name__ for stats in tiers.stats()] == ["TierStats"]
     both = ["--autosave", folder, "--tier-secret", secret, "--redis", "redis://127.0.0.1:1/0"]
     with open_tiers(options(*both)) as tiers:

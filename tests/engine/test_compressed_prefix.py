@@ -9,6 +9,7 @@ import pytest
 from format_pairs import NEIGHBOURS
 from oracles.compressed import DensePrefix, best_of
 from places import GOLDEN
+from posix_modules import needs_posix
 from saved_caches import set_bits
 from serving import Clock
 
@@ -155,6 +156,7 @@ def test_cached_blocks_are_those_behind_one_prefix(network, prefix):
     assert cached.complete(TAIL, GREEDY, prefix=prefix, namespace="another").cached_tokens == 0
 
 
+@needs_posix
 def test_blocks_behind_it_are_saved_and_in_tiers(network, prefix, tmp_path):
     cached = PrefixCachedEngine(InferenceEngine(network), 32, autosave=tmp_path / "tier")
     long = np.resize(TAIL, 150)

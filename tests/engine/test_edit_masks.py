@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from chat_folders import chat_folder
+from tier_stores import GIVEN
 from tool_talks import TEMPLATE, TOOLS, at, result, said, uses
 from windowed_networks import Windowed
 
@@ -184,7 +185,7 @@ def test_a_cold_text_has_the_bits_of_a_warm_one(path, tmp_path):
         assert answer.applied_edits
         more |= {"dtype": dtype}
         for blocks, folder in BATCHES[: 4 if dtype == "f16" else 1]:
-            tiers = None if folder is None else Tiers([DirectoryTier(tmp_path / folder, 1 << 30)])
+            tiers = None if folder is None else Tiers([DirectoryTier(tmp_path / folder, 1 << 30, **GIVEN)])
             with BatchEngine.from_pretrained(path, num_blocks=blocks, tiers=tiers, **more) as batch:
                 prompts = [batch.chat_prompt(messages, [MASK]) for messages in TALKS]
                 prompts += [batch.chat_prompt(messages[:-2], [MASK]) for messages in TALKS]

@@ -11,6 +11,7 @@ from places import GOLDEN
 from seeded_weights import golden_folder
 from serving import GREEDY, Clock, run, settled
 from state_networks import StateNetwork
+from tier_stores import GIVEN
 from windowed_networks import Windowed
 
 from kvcache import BatchEngine, InferenceEngine, PrefixCachedEngine, Segment
@@ -315,7 +316,7 @@ def test_a_directory_has_the_documents(network, tmp_path, windows):
     want = [key(InferenceEngine(network).complete(own, PARAMS, prefix=each)) for each, own in asked]
     counts = []
     for _ in range(2):
-        with Tiers([DirectoryTier(tmp_path, 2**30)], after_uses=1, head_start=60) as tiers:
+        with Tiers([DirectoryTier(tmp_path, 2**30, **GIVEN)], after_uses=1, head_start=60) as tiers:
             batch = BatchEngine(network, num_blocks=200, tiers=tiers)
             got = [key(batch.submit(own, PARAMS, prefix=each).completions()[0]) for each, own in asked]
             assert got == want

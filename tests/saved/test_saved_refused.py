@@ -69,6 +69,7 @@ def test_other_bits_are_refused_and_taken_when_asked(tmp_path, kind):
     loaded = kind()
     assert loaded.load(path, "this one", exact=False) == len(saved)
     assert loaded.stats().exact
+    loaded.clear()  # Windows replaces no file that is open
     kind().save(path, "this one")
     set_bits(path, 0)
     nothing = kind()
@@ -155,6 +156,7 @@ def open_files():
     return len(os.listdir("/proc/self/fd"))
 
 
+@needs_posix
 @pytest.mark.parametrize("kind", [entries, blocks])
 def test_a_file_is_open_as_long_as_something_waits_for_it(tmp_path, kind):
     saved, texts_ = kind(), prompts(8)

@@ -12,6 +12,7 @@ from urllib.request import Request, urlopen
 import openai
 import pytest
 from http_servers import MODEL, Served, fetched, post, tiny_file
+from tier_stores import GIVEN
 
 from kvcache import BatchEngine, InferenceEngine
 from kvcache.demo import DIRECTORY
@@ -44,7 +45,7 @@ class Makes:
         stack.callback(self.unloads.wait, 60)
         tiers = None
         if self.folder is not None:
-            tiers = Tiers([DirectoryTier(self.folder / name, "1GiB")], after_uses=1, head_start=60)
+            tiers = Tiers([DirectoryTier(self.folder / name, "1GiB", **GIVEN)], after_uses=1, head_start=60)
             stack.callback(tiers.close, 60)
         engine = BatchEngine.from_pretrained(DIRECTORY, num_blocks=200, tiers=tiers)
         stack.callback(engine.close, cancel=True)

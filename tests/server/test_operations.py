@@ -14,6 +14,7 @@ import anthropic
 import openai
 import pytest
 from http_servers import MODEL, Served, answer, fetched, post, tiny_file
+from posix_modules import needs_posix
 
 pytestmark = pytest.mark.one_build
 
@@ -199,6 +200,7 @@ def test_a_file_of_options_needs_a_later_python(tmp_path, capsys):
 
 
 @toml
+@needs_posix
 def test_a_file_of_options_and_the_end_that_is_told_first(tmp_path):
     """Options on the command line win. After SIGTERM the server is not ready, and still answers, for a while."""
     file = tmp_path / "server.toml"

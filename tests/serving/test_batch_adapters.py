@@ -12,6 +12,7 @@ import pytest
 from event_reader import Reader
 from next_layers import with_next_layer
 from places import GOLDEN
+from posix_modules import needs_posix
 from random_adapters import random_adapter
 from seeded_weights import golden_folder
 from serving import GREEDY, Clock, prompts, repeating, run, same, sampled, settled
@@ -348,6 +349,7 @@ def test_samples_pins_and_scores_of_prompts(network):
         engine.clear_cache()
 
 
+@needs_posix
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5"])
 def test_tiers_name_values_by_the_adapter(name, tmp_path):
     """A later engine finds what the same numbers have computed, and nothing of others; also windows and states."""

@@ -88,7 +88,7 @@ def test_settings(network):
     with make(network, kv_events="tcp://127.0.0.1:*") as engine:
         port = int(engine.kv_events.address.rpartition(":")[2])
         assert engine.kv_events == KvEvents(f"tcp://127.0.0.1:{port}")
-        with pytest.raises(ValueError, match="Address already in use"):
+        with pytest.raises(ValueError, match=r"Address (already )?in use"):
             make(network, kv_events=engine.kv_events.address)
         with pytest.raises(TypeError, match="namespace: expected"):
             engine.submit([1, 2], GREEDY, namespace=1.5)

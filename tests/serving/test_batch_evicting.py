@@ -10,6 +10,7 @@ from pace import FAST
 from places import GOLDEN
 from serving import Alone, prompts, run, same, sampled
 from subjects.interrupts import Lines, places
+from tier_stores import GIVEN
 from windowed_networks import Windowed
 
 from kvcache import BatchEngine, EvictionPolicy, InferenceEngine, InvalidOperationError, SamplingParams
@@ -197,7 +198,7 @@ def test_what_does_not_go_together(network, tmp_path):
     for call in (lambda: engine.save(tmp_path), lambda: engine.load(tmp_path)):
         with pytest.raises(InvalidOperationError, match="expected an engine that keeps all tokens, got"):
             call()
-    tiers = Tiers([DirectoryTier(tmp_path / "kept", 1 << 20)])
+    tiers = Tiers([DirectoryTier(tmp_path / "kept", 1 << 20, **GIVEN)])
     with tiers, pytest.raises(ValueError, match="tiers: expected none with an eviction_policy"):
         BatchEngine(network, tiers=tiers, **h2o)
     for options, message in (

@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 from places import GOLDEN
+from posix_modules import needs_posix
 from seeded_weights import golden_folder
 from serving import Alone, Clock, prompts, repeating, run, same, settled
 
@@ -93,6 +94,7 @@ def test_layers_of_other_kinds_have_the_bits_of_memory(rng, tmp_path, name):
     engine.check()
 
 
+@needs_posix
 def test_a_text_whose_blocks_are_damaged_ends_alone(rng, network, tmp_path):
     """The others go on with what they give in memory, and so does the text when it is asked again."""
     options = {"dtype": "f16", "residual_length": 0, "sparse_tokens": 16, "draft": None}
@@ -120,6 +122,7 @@ def test_a_text_whose_blocks_are_damaged_ends_alone(rng, network, tmp_path):
     same(again.completions()[0], alone(own[1], params))
 
 
+@needs_posix
 def test_a_full_disk_preempts_texts_and_ends_none_that_memory_has_room_for(rng, network, tmp_path):
     """Texts run one after another, as in a pool of as many blocks; one that is alone and has no room gets the error."""
     options = {"dtype": "f16", "residual_length": 0, "sparse_tokens": 16, "draft": None}
@@ -152,6 +155,7 @@ def test_a_full_disk_preempts_texts_and_ends_none_that_memory_has_room_for(rng, 
         os.close(each)
 
 
+@needs_posix
 def test_cached_prefixes_leave_a_full_disk_before_a_text_ends(rng, network, tmp_path):
     engine = spilling(
         tmp_path, network, share=0.4, num_blocks=80, cached=40, make=InferenceEngine, dtype="f16", sparse_tokens=16,

@@ -6,10 +6,13 @@ import pytest
 
 try:
     import fcntl
+    import pty
     import resource
+    import termios
 except ImportError:
-    fcntl = resource = None
+    fcntl = pty = resource = termios = None
 
-__all__ = ["fcntl", "needs_posix", "resource"]
+__all__ = ["fcntl", "needs_posix", "pty", "resource", "termios"]
 
-needs_posix = pytest.mark.skipif(os.name != "posix", reason="needs forks, limits, links, FIFOs or modes of POSIX")
+NEEDS = "needs forks, limits, links, FIFOs, modes, signals, devices or terminals of POSIX"
+needs_posix = pytest.mark.skipif(os.name != "posix", reason=NEEDS)

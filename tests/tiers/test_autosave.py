@@ -8,7 +8,9 @@ import time
 
 import pytest
 from places import GOLDEN, search_path
+from posix_modules import needs_posix
 from prefix_engines import SHORT, prompt
+from tier_stores import GIVEN
 
 from kvcache import BatchEngine
 from kvcache.engine import InferenceEngine, PrefixCachedEngine
@@ -30,6 +32,7 @@ for seed in range(1000):
 """
 
 
+@needs_posix
 def test_a_process_that_is_killed(tmp_path, network, rng):
     command = [sys.executable, "-c", PROCESS, GOLDEN / "llama", tmp_path]
     want = [InferenceEngine(network, dtype="q8").generate(prompt(seed, 400), SHORT) for seed in range(20)]
@@ -57,7 +60,7 @@ def test_a_process_that_is_killed(tmp_path, network, rng):
 
 def test_a_process_that_ends_in_order(tmp_path, network):
     """Values that `close` wrote are found at once, within the limit of the directory."""
-    directory = DirectoryTier(tmp_path, "1MB")
+    directory = DirectoryTier(tmp_path, "1MB", **GIVEN)
     with PrefixCachedEngine(InferenceEngine(network), 64, autosave=directory) as cached:
         want = cached.generate(prompt(1, 400), SHORT)
     assert cached.generate(prompt(1, 400), SHORT) == want  # goes on without it

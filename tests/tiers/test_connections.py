@@ -11,6 +11,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import redis
+from redis_programs import expect_redis
 from tier_stores import SECRET
 
 from bench.support.redis_servers import Cluster, Server
@@ -24,6 +25,7 @@ MOST = 1 << 30  # bytes of a value
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
+    expect_redis()
     with Server(tmp_path_factory.mktemp("server")) as made:
         yield made
 
@@ -185,6 +187,7 @@ def test_stores_that_fail(server, rng):
 
 @pytest.mark.exhaustive
 def test_values_of_a_cluster_come_whole(tmp_path, rng):
+    expect_redis()
     with Cluster(tmp_path) as cluster, cluster.client() as client:
         tier, names, values = filled(client, rng, 300_000)
         for wait in (0.0, 1.0):

@@ -17,12 +17,10 @@ import pytest
 from places import search_path
 from posix_modules import needs_posix, resource
 from prefix_engines import SHORT, prompt
-from tier_stores import SECRET
+from tier_stores import GIVEN, SECRET
 
 from kvcache.engine import InferenceEngine, PrefixCachedEngine
 from kvcache.tiers import DirectoryTier, Tiers, directory
-
-GIVEN = {} if os.name == "posix" else {"secret": SECRET}  # without one Windows is refused
 
 pytestmark = pytest.mark.one_build
 

@@ -8,7 +8,7 @@ from pace import FAST
 from places import GOLDEN, MODELS
 from prefix_engines import SHORT, prompt, settled
 from shared_folder import share
-from tier_stores import SECRET, Faulty, ObjectStore
+from tier_stores import GIVEN, SECRET, Faulty, ObjectStore
 from windowed_networks import windowed
 
 from kvcache import BatchEngine, simd_levels, use_simd
@@ -166,7 +166,7 @@ def test_the_second_use_is_written(network):
 
 def test_tiers_in_order_of_speed(network, tmp_path):
     """The second tier delivers what the first one lacks, and the first one gets it then."""
-    near, far, text = DirectoryTier(tmp_path, "1GiB"), ObjectStore(), prompt(1, 300)
+    near, far, text = DirectoryTier(tmp_path, "1GiB", **GIVEN), ObjectStore(), prompt(1, 300)
     with waiting(far) as tiers:
         want = engine_over(network, tiers).generate(text, SHORT)
         assert tiers.flush(60)

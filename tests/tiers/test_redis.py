@@ -7,12 +7,14 @@ import pytest
 import redis
 from places import GOLDEN
 from prefix_engines import SHORT, prompt
+from redis_programs import expect_redis
 from tier_stores import SECRET
 
 from bench.support.redis_servers import Cluster, Server
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, Transformer
 from kvcache.tiers import RedisTier, Tiers
 
+expect_redis()
 pytestmark = pytest.mark.one_build
 
 

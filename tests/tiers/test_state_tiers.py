@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from posix_modules import needs_posix
 from seeded_weights import seeded
 from serving import Alone, run, same
 from tier_stores import SECRET, ObjectStore
@@ -94,6 +95,7 @@ def test_engines_of_other_formats_share_no_states():
             assert tiers.flush(60)
 
 
+@needs_posix
 def test_a_directory_of_an_earlier_process(tmp_path):
     text, alone = prompt(0, 200), Alone(network("lfm2"))
     for turn in range(2):

@@ -11,11 +11,14 @@ import pytest
 from places import search_path
 from posix_modules import resource
 
+UNLIMITED = "needs limits of addresses"
 SANITIZED = "asan" in os.environ.get("LD_PRELOAD", "")  # such a process maps terabytes
 
 
 def outcomes_of(module, folder):
     """Run `module` as a program with the folder as its argument; the JSON that it prints: how each case ended."""
+    if resource is None:
+        pytest.skip(UNLIMITED)
     environment = os.environ | {"PYTHONPATH": search_path()}
     command = [sys.executable, "-m", module.__name__, folder]
     ran = subprocess.run(command, env=environment, capture_output=True, timeout=900)
@@ -27,7 +30,7 @@ def outcomes_of(module, folder):
 def limited_memory(room):
     """`limit_memory` for a while: sizes that this machine has are too large then, as on any other one."""
     if resource is None:
-        pytest.skip("needs limits of addresses")
+        pytest.skip(UNLIMITED)
     limits = resource.getrlimit(resource.RLIMIT_AS)
     if not SANITIZED:
         limit_memory(room)
