@@ -44,7 +44,7 @@ NEEDS = {level.name: level.needs for level in LEVELS}
 KNOWN = [level for level in LEVEL_FLAGS if level != "scalar"]
 NAMED = {*LEVEL_FLAGS} - {"scalarfma"}
 asked = {level.strip() for level in os.environ.get("KVCACHE_LEVELS", "").split(",")} - {""}
-best = best_level(KNOWN, EVEX_FLAGS * EVEX) if is_for_developers() and (SANITIZE or not asked) else None
+best = best_level(KNOWN, EVEX_FLAGS * EVEX) if is_for_developers() and not asked else None
 if "all" in asked or not (asked or best):
     BUILT = [*LEVEL_FLAGS]
 else:
@@ -89,9 +89,8 @@ for level in BUILT:
         checks = []
         if SANITIZE and level == "scalar" and source in TWICE:  # CPUs with fma run scalarfma in its place
             checks = ["-fno-sanitize=all", "-O0"]
-        elif SANITIZE:  # at -Og, for levels that few tests run, gcc takes at most half of the time
-            checks = UNCHECKED_POINTERS * (not level.startswith("scalar"))
-            checks += ["-Og"] * (level not in (best, NEEDS.get(best, "")))
+        elif SANITIZE:  # gcc takes a third of the time over the scalar levels at -Og, which only few tests run
+            checks = ["-Og"] if level.startswith("scalar") else UNCHECKED_POINTERS
         UNITS.append((source, level, defines_of(level) + LEVEL_FLAGS[level] + checks))
 UNITS.sort(key=lambda unit: -os.path.getsize(unit[0]))  # no CPU waits long for the last one
 

@@ -56,7 +56,7 @@ static ssize_t some_pwrite(int fd, const void *buffer, size_t n, off_t offset) {
 #undef pwrite
 #undef fallocate
 
-enum { LAYERS = 3, BLOCKS = 120, MOST_HELD = 16, CALLERS = 4, TURNS = 2500 };
+enum { LAYERS = 3, BLOCKS = 120, MOST_HELD = 16, CALLERS = 4, TURNS = 1250 };
 
 #define CHECK(true, ...) ((true) ? (void)0 : (fprintf(stderr, "spill.c:%d: ", __LINE__), fprintf(stderr, __VA_ARGS__), \
                                               fputc('\n', stderr), abort()))

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.one_build
 
 
 def share_of(level, long):
-    """The first network that a level takes, and the step to the next."""
+    """Return the first of the networks that a level takes, and the step to the next."""
     best, *others = kernels.simd_levels()
     if FAST:
         return 0, 8
