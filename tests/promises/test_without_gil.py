@@ -148,7 +148,13 @@ def test_events_are_taken_whole_while_they_are_written():
         while not over.is_set():
             learn(cache.event_snapshot() if ring.is_full else ring.take(16))
 
-    together(write, read, count=1)
+    def look(_):
+        while not over.is_set():
+            assert 0 <= len(ring) <= 256
+            assert ring.num_spaces >= 0
+            assert ring.dropped >= 0
+
+    together(write, read, look, count=1)
     while len(ring):
         learn(cache.event_snapshot() if ring.is_full else ring.take(1000))
     ring.check()
