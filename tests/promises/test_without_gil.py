@@ -17,6 +17,7 @@ from kvcache.paged.seq_ids import as_seq_ids
 from kvcache.prefix.index.event_buffer import KINDS
 from kvcache.support.recycled import check, free_pieces
 from kvcache.support.token_ids import as_tokens
+from kvcache.tiers.spaces import Space
 from kvcache.trie.trie import TokenTrie
 
 THREADS = 4
@@ -213,6 +214,25 @@ def test_pieces_of_memory_are_taken_by_one_thread_each():
             assert all(size > 0 for size in free_pieces())
 
     together(make)
+
+
+def test_values_of_many_threads_lie_apart():
+    """A piece of memory is used again when no thread has a value in it, however often each has sliced its own."""
+    space = Space()
+
+    def use(number):
+        held = []
+        for i in range(40):
+            value = space(1 << 20)
+            value[:] = bytes([number * 40 + i]) * len(value)
+            held.append((number * 40 + i, value))
+            for _ in range(50):
+                assert len(memoryview(value)[1:]) == len(value) - 1
+            if len(held) > 2:
+                byte, value = held.pop(0)
+                assert value[:: 1 << 12].tobytes() == bytes([byte]) * 256
+
+    together(use)
 
 
 def test_a_trie_of_many_threads():
