@@ -174,6 +174,9 @@ cdef class CallLock:
         cdef Py_ssize_t left = 0
         try:
             left = self.run_dues()
+        except BaseException:
+            left = len(self.dues)    # the next call runs them, not this one again
+            raise
         finally:
             set_innermost(self.outer)
             kvc_own(&self.owner, 0)
