@@ -301,13 +301,13 @@ static void *work(void *argument) {
 static void before_fork(void) { pthread_mutex_lock(&starting); }
 static void after_fork_in_parent(void) { pthread_mutex_unlock(&starting); }
 static void after_fork_in_child(void) {
-    starting = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     for (int i = 0; i < MAX_GROUPS; i++) atomic_store(&all[i].idle, 0), atomic_store(&all[i].asleep, 0);
     for (int i = atomic_load(&num_workers); i > 0; i--) {
         atomic_store(&workers[i - 1].state, FREE), atomic_store(&workers[i - 1].sleeping, 0);
         kvc_make_bed(&beds[i - 1]);
     }
     atomic_store(&num_workers, 0), atomic_store(&num_callers, 0);
+    pthread_mutex_unlock(&starting); /* of this thread, which has forked */
 }
 #endif
 /* Before the first job: it must not wait with `starting` held, since a fork waits for it. */

@@ -7,17 +7,19 @@ be copied before it is written.
 
 from libc.stdint cimport int32_t, int64_t
 
+from kvcache.support.shared_numbers cimport shared_int32, shared_int64
+
 
 cdef class BlockPool:
-    cdef readonly int32_t num_blocks
+    cdef readonly shared_int32 num_blocks
     cdef int32_t[::1] refs            # (num_blocks,) references held on each block; 0 is free
     cdef int32_t[::1] ring            # (num_blocks,) free ids, first freed first reused, from `head` on
     cdef unsigned char[::1] marks     # (num_blocks,) scratch of one call, zero between calls
     cdef int32_t head                 # index in `ring` of the next free id
-    cdef readonly int32_t num_free
-    cdef readonly int64_t total_allocations   # blocks handed out since the start
-    cdef readonly int64_t total_frees         # blocks whose last reference was released
-    cdef readonly int32_t peak_used
+    cdef readonly shared_int32 num_free
+    cdef readonly shared_int64 total_allocations   # blocks handed out since the start
+    cdef readonly shared_int64 total_frees         # blocks whose last reference was released
+    cdef readonly shared_int32 peak_used
 
     cdef int32_t take(self) noexcept nogil                  # a free id with one reference; num_free must be > 0
     cdef void retain_(self, int32_t block) noexcept nogil   # one more reference on a block in use

@@ -1,5 +1,6 @@
 """Block ids, reference counts and the free list: all O(1); the block that was freed first is reused first."""
 
+cimport cython
 from libc.stdint cimport int32_t, int64_t
 
 import numpy as np
@@ -12,6 +13,7 @@ __all__ = ["BlockPool"]
 cdef int64_t MAX_BLOCKS = (<int64_t>1 << 31) - 1
 
 
+@cython.auto_pickle(False)
 cdef class BlockPool:
     """Reference-counted block ids.
 
@@ -20,13 +22,11 @@ cdef class BlockPool:
     """
 
     def __init__(self, num_blocks):
-        num_blocks = as_count(num_blocks, "num_blocks", 0, MAX_BLOCKS)
-        self.num_blocks = num_blocks
-        self.refs = np.zeros(num_blocks, np.int32)
-        self.ring = np.arange(num_blocks, dtype=np.int32)
-        self.marks = np.zeros(num_blocks, np.uint8)
-        self.head = 0
-        self.num_free = num_blocks
+        cdef int32_t count = as_count(num_blocks, "num_blocks", 0, MAX_BLOCKS)
+        self.refs = np.zeros(count, np.int32)
+        self.ring = np.arange(count, dtype=np.int32)
+        self.marks = np.zeros(count, np.uint8)
+        self.num_blocks, self.num_free, self.head = count, count, 0
 
     cdef int32_t take(self) noexcept nogil:
         cdef int32_t block = self.ring[self.head]
@@ -137,7 +137,7 @@ cdef class BlockPool:
         Raises:
             ValueError: more than 2**31 - 1; MemoryError: nothing has changed.
         """
-        cdef int32_t old = self.num_blocks
+        cdef int32_t old = self.num_blocks, more
         if num_blocks <= old:
             return
         if num_blocks > MAX_BLOCKS:
@@ -149,8 +149,9 @@ cdef class BlockPool:
         cdef int32_t[::1] new_refs = refs, new_ring = ring
         cdef unsigned char[::1] new_marks = marks
         self.refs, self.ring, self.marks, self.head = new_refs, new_ring, new_marks, 0
-        self.num_free += <int32_t>num_blocks - old
-        self.num_blocks = num_blocks
+        more = <int32_t>num_blocks - old
+        self.num_free += more
+        self.num_blocks = old + more
 
     def retain(self, blocks):
         """One more reference on each of `blocks` (int32 `(n,)`).

@@ -28,6 +28,7 @@ cdef void *innermost() noexcept nogil    # the `CallLock` that this thread took 
 cdef class CallLock:
     cdef PyThread_type_lock lock
     cdef unsigned long owner    # the thread that holds it; 0: none
+    cdef unsigned long meetings      # of a thread that leaves and one that has queued a release
     cdef readonly int level          # an engine's is above that of its caches
     cdef readonly long long order    # of creation
     cdef readonly long long calls    # how often it was taken: the number of the call that has it
@@ -40,7 +41,7 @@ cdef class CallLock:
     cdef bint take(self, bint wait) except -1    # False: another has it; InvalidOperationError: must not wait
     cdef bint comes_before(self, CallLock other)
     cdef int enter(self) except -1      # or InvalidOperationError; mends and runs the due releases first
-    cdef int run_dues(self) except -1   # run the releases that are due
+    cdef Py_ssize_t run_dues(self) except -1    # run the releases that are due; how many cannot run now
     cdef int leave(self) except -1      # the same, then release the lock, then `settle` those behind it
     cdef int settle(self) except -1     # run the releases that are due, unless another call does when it ends
     cdef CallLock outermost_below(self)    # the lock of a lower level that this thread took first of those it holds

@@ -30,10 +30,10 @@ cdef extern from *:
     #define kvc_count(counter) __atomic_add_fetch(counter, 1, __ATOMIC_RELAXED)
     #ifdef Py_GIL_DISABLED
     #define KVC_FREE_THREADS 1    /* another thread can come between any two steps of this file */
-    #define kvc_order_with_others() __atomic_thread_fence(__ATOMIC_SEQ_CST)
+    #define kvc_meet(meetings) ((void)__atomic_add_fetch(meetings, 1, __ATOMIC_ACQ_REL))
     #else
     #define KVC_FREE_THREADS 0
-    #define kvc_order_with_others()
+    #define kvc_meet(meetings) ((void)(meetings))
     #endif
     """
     const bint KVC_FREE_THREADS
@@ -41,7 +41,7 @@ cdef extern from *:
     unsigned long kvc_owner(const unsigned long *owner) noexcept nogil
     void kvc_own(unsigned long *owner, unsigned long thread) noexcept nogil
     long long kvc_count(long long *counter) noexcept nogil
-    void kvc_order_with_others() noexcept nogil
+    void kvc_meet(unsigned long *meetings) noexcept nogil
 
 cdef void *innermost() noexcept nogil:
     return kvc_innermost_lock
@@ -149,10 +149,11 @@ cdef class CallLock:
             lock.make_good()
         return 0
 
-    cdef int run_dues(self) except -1:
+    cdef Py_ssize_t run_dues(self) except -1:
         # A signal handler may raise any exception inside a release, so a failed one is tried again. If that works, the
         # exception was the handler's; it is raised when all releases are done.
         foreign = None
+        cdef Py_ssize_t left = 0
         while self.dues:
             due = self.dues[0]    # an interrupt leaves it queued; a release may run twice
             first = self.attempt(due)
@@ -161,6 +162,7 @@ cdef class CallLock:
                 if foreign is None and not isinstance(first, MemoryError):
                     foreign = first
             elif self.attempt(self._nothing) is not None:
+                left = len(self.dues)
                 break    # mending fails now: the next call mends, then runs these releases
             elif not isinstance(error, KvCacheError):    # else what it releases is gone already
                 PyErr_SetObject(type(error), error)
@@ -168,15 +170,17 @@ cdef class CallLock:
             self.dues.popleft()
         if foreign is not None:
             raise foreign
-        return 0
+        return left
 
     cdef int leave(self) except -1:
         cdef CallLock behind
-        cdef Py_ssize_t left
+        cdef Py_ssize_t left = 0
         try:
-            self.run_dues()
+            left = self.run_dues()
+        except BaseException:
+            left = len(self.dues)    # the next call runs them, not this one again
+            raise
         finally:
-            left = len(self.dues) if KVC_FREE_THREADS else 0    # that cannot run now
             set_innermost(self.outer)
             kvc_own(&self.owner, 0)
             PyThread_release_lock(self.lock)
@@ -186,14 +190,15 @@ cdef class CallLock:
                 except IndexError:    # without the GIL, the thread that has the lock now may settle it too
                     break
                 behind.settle()
-            # This thread finds what another one has queued just now, or that one, in `settle`, finds the lock free.
-            kvc_order_with_others()
+            # This thread finds what another one has queued just now, or that one, in `settle`, finds the lock free: the
+            # second of them to change the word sees what the first one did before.
+            kvc_meet(&self.meetings)
             if KVC_FREE_THREADS and <Py_ssize_t>len(self.dues) > left:
                 self.settle()
         return 0
 
     cdef int settle(self) except -1:
-        kvc_order_with_others()    # see `leave`
+        kvc_meet(&self.meetings)    # see `leave`
         if not self.is_inside() and self.take(False):
             self.leave()
         return 0

@@ -10,6 +10,7 @@ from kvcache.core.page_summaries cimport PageSummaries
 from kvcache.core.spill cimport Spill
 from kvcache.kernels.kernels cimport kvc_head_keys, kvc_layout, kvc_run, kvc_spill
 from kvcache.support.mapped cimport MappedMemory
+from kvcache.support.shared_numbers cimport shared_int32
 
 
 cdef class BlockStore:
@@ -18,7 +19,7 @@ cdef class BlockStore:
     cdef readonly int32_t num_layers   # of the bytes
     cdef readonly int32_t num_named    # layers that calls may name
     cdef readonly bint separate        # one layer of bytes for all of these
-    cdef readonly int32_t num_blocks
+    cdef readonly shared_int32 num_blocks
     cdef MappedMemory memory           # of the next two; views of the bytes keep it
     cdef unsigned char *arena          # an arena of num_blocks blocks for each layer, zero until first written
     # (num_blocks,) slots from here on are zero and unused. Every write raises it, also in a block that no sequence

@@ -13,6 +13,7 @@ from kvcache.paged.records cimport Sequence, SequenceRecords
 from kvcache.paged.residual cimport Residual
 from kvcache.paged.run_lists cimport RunLists
 from kvcache.paged.victims cimport VictimOrder
+from kvcache.support.shared_numbers cimport shared_int64
 
 
 # The numbers of an array of n counts, NULL of None; or ValueError.
@@ -35,7 +36,7 @@ cdef class BlockTables:
     cdef RunLists run_lists
     cdef readonly Residual residual    # None: there is none
     cdef readonly VictimOrder victims
-    cdef readonly int64_t forks        # made, ever
+    cdef readonly shared_int64 forks        # made, ever
     cdef int64_t calls                 # counts calls of `pick_`, for `Sequence.mark`
     cdef int32_t *picked               # (room,) rows of a call's ids, in their order
     cdef int64_t *more_rows            # (room,) rows in f16 that the last `append_` or `allocate_` has added to each

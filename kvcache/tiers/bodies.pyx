@@ -91,7 +91,7 @@ cdef const int32_t[::1] _checked(BlockStore store, object blocks):
     cdef Py_ssize_t i
     for i in range(found.shape[0]):
         if not 0 <= found[i] < store.num_blocks:
-            raise IndexError(f"blocks: expected ints in [0, {store.num_blocks}), got {found[i]}")
+            raise IndexError(f"blocks: expected ints in [0, {<int32_t>store.num_blocks}), got {found[i]}")
     return found
 
 

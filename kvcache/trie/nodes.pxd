@@ -22,6 +22,7 @@ tail; a leaf without pages vanishes, and a parent that becomes a leaf is trimmed
 from libc.stdint cimport int32_t, int64_t, uint32_t
 
 from kvcache.core.heap cimport IndexedHeap
+from kvcache.support.shared_numbers cimport shared_int64
 from kvcache.trie.children cimport ChildTable
 from kvcache.trie.policy cimport Policy
 
@@ -62,9 +63,9 @@ cdef class NodeTable:
     cdef int32_t free_node         # first free record
     cdef Py_ssize_t num_free       # free records in the chain
     cdef int32_t page_size         # tokens per page
-    cdef Py_ssize_t num_pages      # values held
-    cdef Py_ssize_t num_tokens     # tokens held
-    cdef Py_ssize_t num_entries    # nodes marked
+    cdef shared_int64 num_pages    # values held
+    cdef shared_int64 num_tokens   # tokens held
+    cdef shared_int64 num_entries    # nodes marked
     cdef Py_ssize_t text_bytes     # bytes of all texts
     cdef int64_t clock             # counts uses; no wall clock anywhere
     cdef ChildTable children       # (node, first token) -> child

@@ -280,7 +280,8 @@ cdef class TokenTrie:
     @property
     def num_nodes(self):
         """Nodes in use, roots included."""
-        return self.table.used - self.table.num_free
+        with cython.critical_section(self):
+            return self.table.used - self.table.num_free
 
     @property
     def nbytes(self):

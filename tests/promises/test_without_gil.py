@@ -29,6 +29,7 @@ from kvcache.serving.request import Pending
 from kvcache.support.recycled import check, free_pieces
 from kvcache.support.token_ids import as_tokens
 from kvcache.tiers.links import Link
+from kvcache.tiers.spaces import Space
 from kvcache.tiers.writing import WriteBehind, Written
 from kvcache.trie.trie import TokenTrie
 
@@ -161,7 +162,13 @@ def test_events_are_taken_whole_while_they_are_written():
         while not over.is_set():
             learn(cache.event_snapshot() if ring.is_full else ring.take(16))
 
-    together(write, read, count=1)
+    def look(_):
+        while not over.is_set():
+            assert 0 <= len(ring) <= 256
+            assert ring.num_spaces >= 0
+            assert ring.dropped >= 0
+
+    together(write, read, look, count=1)
     while len(ring):
         learn(cache.event_snapshot() if ring.is_full else ring.take(1000))
     ring.check()
@@ -220,6 +227,25 @@ def test_pieces_of_memory_are_taken_by_one_thread_each():
             assert all(size > 0 for size in free_pieces())
 
     together(make)
+
+
+def test_values_of_many_threads_lie_apart():
+    """A piece of memory is used again when no thread has a value in it, however often each has sliced its own."""
+    space = Space()
+
+    def use(number):
+        held = []
+        for i in range(40):
+            value = space(1 << 20)
+            value[:] = bytes([number * 40 + i]) * len(value)
+            held.append((number * 40 + i, value))
+            for _ in range(50):
+                assert len(memoryview(value)[1:]) == len(value) - 1
+            if len(held) > 2:
+                byte, value = held.pop(0)
+                assert value[:: 1 << 12].tobytes() == bytes([byte]) * 256
+
+    together(use)
 
 
 def test_a_trie_of_many_threads():

@@ -44,11 +44,11 @@ cdef inline bint is_partial(const uint32_t *tokens, Py_ssize_t page_size) noexce
 
 cdef class EventBuffer:
     cdef readonly Py_ssize_t page_size, capacity
-    cdef readonly bint is_full        # records were dropped
-    cdef readonly int64_t dropped     # records, and those that a snapshot took the place of
-    cdef readonly int64_t num_spaces  # namespaces so far, each with the next number
     cdef readonly dict salts          # the text of each namespace that records may name, by its number
     cdef object salt_of
+    cdef bint is_full_                # records were dropped
+    cdef int64_t dropped_             # records, and those that a snapshot took the place of
+    cdef int64_t num_spaces_          # namespaces so far, each with the next number
     cdef int64_t head, tail
     cdef tuple arrays                 # the arrays of NumPy behind the next two
     cdef event_t *events              # (capacity,)
@@ -64,4 +64,5 @@ cdef class EventBuffer:
     cdef void left(self, int64_t space) noexcept
     cdef void lose(self, int64_t count) noexcept    # records that were taken
     cdef event_t *next_record(self) noexcept
+    cdef Py_ssize_t look(self, event_t *events, Py_ssize_t most) noexcept    # a copy of the records, which stay
     cdef Py_ssize_t copy_out(self, event_t *events, uint32_t *tokens, Py_ssize_t most) noexcept

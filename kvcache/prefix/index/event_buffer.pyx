@@ -41,6 +41,7 @@ cdef class EventBuffer:
         self.arrays = events, tokens
         self.events, self.tokens = <event_t *>cnp.PyArray_DATA(events), uint32s(tokens)
 
+    @cython.critical_section
     def __len__(self):
         """Records that are there to be taken."""
         return self.head - self.tail
@@ -50,15 +51,16 @@ cdef class EventBuffer:
     cdef int64_t begin_space(self, object name, uint64_t *salt) except -1:
         number, text = self.salt_of(name)
         salt[0] = number
-        self.salts[self.num_spaces] = text
-        self.num_spaces += 1
-        return self.num_spaces - 1
+        self.salts[self.num_spaces_] = text    # no other call begins one
+        with cython.critical_section(self):
+            self.num_spaces_ += 1
+            return self.num_spaces_ - 1
 
     cdef event_t *next_record(self) noexcept:
         """The record to write; NULL: the ring is full."""
-        if self.is_full or self.head - self.tail == self.capacity:
-            self.is_full = True
-            self.dropped += 1
+        if self.is_full_ or self.head - self.tail == self.capacity:
+            self.is_full_ = True
+            self.dropped_ += 1
             return NULL
         self.head += 1
         return &self.events[(self.head - 1) % self.capacity]
@@ -82,8 +84,8 @@ cdef class EventBuffer:
     cdef void cleared(self) noexcept:
         """Note that no page is cached, which makes up for all that was not taken or dropped before."""
         self.head = self.tail = 0
-        self.is_full = False
-        self.next_record()[0] = event_t(page=0, parent=0, space=self.num_spaces, kind=CLEARED)
+        self.is_full_ = False
+        self.next_record()[0] = event_t(page=0, parent=0, space=self.num_spaces_, kind=CLEARED)
 
     @cython.critical_section
     cdef void left(self, int64_t space) noexcept:
@@ -94,8 +96,15 @@ cdef class EventBuffer:
     # -- a reader takes -------------------------------------------------------------------------------------
 
     @cython.critical_section
+    cdef Py_ssize_t look(self, event_t *events, Py_ssize_t most) noexcept:
+        cdef Py_ssize_t n = min(most, self.head - self.tail), i
+        for i in range(n):
+            events[i] = self.events[(self.tail + i) % self.capacity]
+        return n
+
+    @cython.critical_section
     cdef Py_ssize_t copy_out(self, event_t *events, uint32_t *tokens, Py_ssize_t most) noexcept:
-        cdef Py_ssize_t n = 0 if self.is_full else min(most, self.head - self.tail), size = self.page_size, i, at
+        cdef Py_ssize_t n = 0 if self.is_full_ else min(most, self.head - self.tail), size = self.page_size, i, at
         for i in range(n):
             at = (self.tail + i) % self.capacity
             events[i] = self.events[at]
@@ -108,7 +117,7 @@ cdef class EventBuffer:
 
         An error, of memory or an interrupt, leaves the ring full.
         """
-        cdef Py_ssize_t n = max(0, min(most, self.head - self.tail))
+        cdef Py_ssize_t n = max(0, min(most, len(self)))
         events, tokens = np.empty(n, EVENT), np.empty((n, self.page_size), np.uint32)
         try:
             n = self.copy_out(<event_t *>cnp.PyArray_DATA(events), uint32s(tokens), n)    # less, if a clear came
@@ -124,17 +133,37 @@ cdef class EventBuffer:
 
     @cython.critical_section
     cdef void lose(self, int64_t count) noexcept:
-        self.is_full = True
-        self.dropped += count
+        self.is_full_ = True
+        self.dropped_ += count
 
     def restart(self, spaces):
         """Drop all records: a snapshot, which names these namespaces (a set of numbers), has taken their place."""
-        salts = {number: text for number, text in self.salts.items() if number in spaces}
+        gone = [number for number in list(self.salts) if number not in spaces]
         with cython.critical_section(self):
-            self.dropped += self.head - self.tail
-            self.head, self.tail, self.is_full, self.salts = 0, 0, False, salts
+            self.dropped_ += self.head - self.tail
+            self.head, self.tail, self.is_full_ = 0, 0, False
+        for number in gone:    # of the one dict, which another thread may read
+            self.salts.pop(number, None)
 
     # -- reports --------------------------------------------------------------------------------------------
+
+    @property
+    def is_full(self):
+        """Whether records were dropped."""
+        with cython.critical_section(self):
+            return self.is_full_
+
+    @property
+    def dropped(self):
+        """Records that were dropped, and those that a snapshot took the place of."""
+        with cython.critical_section(self):
+            return self.dropped_
+
+    @property
+    def num_spaces(self):
+        """Namespaces so far, each with the next number."""
+        with cython.critical_section(self):
+            return self.num_spaces_
 
     @property
     def nbytes(self):
@@ -143,12 +172,16 @@ cdef class EventBuffer:
 
     def check(self):
         """Verify every invariant; AssertionError names the broken one."""
-        assert 0 <= self.head - self.tail <= self.capacity, "events: more records than there is room for"
-        assert self.dropped or not self.is_full, "events: full, and nothing was dropped"
+        cdef bint is_full
+        cdef int64_t dropped
         salts = set(self.salts)    # before the records: a reader may take the last ones of a namespace meanwhile
-        numbers = (np.arange(self.tail, self.head) % self.capacity).astype(np.int64)
-        records = self.arrays[0][numbers]
+        records = np.empty(self.capacity, EVENT)
+        with cython.critical_section(self):
+            is_full, dropped = self.is_full_, self.dropped_
+        assert dropped or not is_full, "events: full, and nothing was dropped"
+        assert 0 <= len(self) <= self.capacity, "events: more records than there is room for"
+        records = records[: self.look(<event_t *>cnp.PyArray_DATA(records), self.capacity)]
         assert ((records["kind"] >= FIRST) & (records["kind"] <= LEFT)).all(), "events: a record of no kind"
         named = set(records["space"][records["kind"] != CLEARED].tolist())
         assert named <= salts, "events: a namespace without a salt"
-        assert all(number < self.num_spaces for number in self.salts), "events: a namespace that has not begun"
+        assert max(salts, default=-1) < self.num_spaces, "events: a namespace that has not begun"

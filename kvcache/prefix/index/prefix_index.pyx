@@ -19,6 +19,7 @@ from kvcache.core.idmap cimport IdMap
 from kvcache.prefix.index.event_buffer cimport CLEARED, FIRST, NEXT, EventBuffer, event_t, is_partial, page_hash
 from kvcache.prefix.index.misses cimport MissReasons
 from kvcache.prefix.index.slots cimport Claim, Slots
+from kvcache.support.shared_numbers cimport shared_int64
 from kvcache.support.token_ids cimport int32s, uint32_tokens, uint32s
 from kvcache.trie.entries cimport EntryTrie
 from kvcache.trie.nodes cimport NodeTable, node_after, node_t
@@ -70,6 +71,7 @@ cdef uint64_t key_of(object name) except? 0:
         return <uint64_t>hash_of(name, "namespace")    # which raises, in words
 
 
+@cython.auto_pickle(False)
 cdef class PrefixIndex:
     """A trie per namespace over the pages of a `Slots`, or of several where namespaces differ in shape.
 
@@ -88,12 +90,12 @@ cdef class PrefixIndex:
     cdef bint entries                 # whether the trie marks whole keys
     cdef MissReasons miss_reasons     # why lookups missed; None: no reasons are counted
     cdef readonly EventBuffer events    # what was stored and removed; None: nobody reads that
-    cdef readonly int64_t clock       # counts uses
-    cdef readonly int64_t hits        # pages found; of entries: lookups that found something
-    cdef readonly int64_t misses      # lookups that stopped before the last full page; that found nothing
-    cdef readonly int64_t hit_tokens       # of matches, the first ones of a page that a claim ends inside of included
-    cdef readonly int64_t lookup_tokens    # asked for
-    cdef readonly int64_t evictions   # pages; entries
+    cdef readonly shared_int64 clock       # counts uses
+    cdef readonly shared_int64 hits        # pages found; of entries: lookups that found something
+    cdef readonly shared_int64 misses      # lookups that stopped before the last full page; that found nothing
+    cdef readonly shared_int64 hit_tokens    # of matches, the first ones of a page that a claim ends inside of included
+    cdef readonly shared_int64 lookup_tokens    # asked for
+    cdef readonly shared_int64 evictions   # pages; entries
 
     def __init__(self, TokenTrie trie not None, Slots slots=None, most_ghosts=None):
         self.trie, self.slots, self.entries = trie, slots, isinstance(trie, EntryTrie)

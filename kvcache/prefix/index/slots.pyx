@@ -346,7 +346,8 @@ cdef class Claim:
     @property
     def released(self):
         """Whether the references were given back."""
-        return self.data.next == self.data
+        with cython.critical_section(self.slots):    # the claims beside it come and go
+            return self.data.next == self.data
 
     def keep(self):
         """Keep the references after the call that made this."""
