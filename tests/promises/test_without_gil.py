@@ -350,7 +350,8 @@ def test_a_thread_that_sees_an_end_sees_its_error(options):
             request = engine.submit([5, 6, 7], SamplingParams(max_tokens=1, logits_processor=failing))
             while not request.is_finished:
                 stats = engine.stats()
-                assert 0 <= stats.waiting <= THREADS
+                # A step tells its ends when it is over: until then they count beside what their threads submit next.
+                assert 0 <= stats.waiting <= 2 * THREADS
                 assert stats.free_blocks + stats.claimed_blocks + stats.cached_blocks == total
                 assert engine.memory()["kv"] > 0
                 assert "running" in repr(engine)
