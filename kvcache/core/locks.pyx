@@ -46,6 +46,9 @@ cdef extern from *:
 cdef void *innermost() noexcept nogil:
     return kvc_innermost_lock
 
+cdef inline void **innermost_link() noexcept nogil:
+    return &kvc_innermost_lock
+
 cdef inline void set_innermost(void *lock) noexcept nogil:
     global kvc_innermost_lock
     kvc_innermost_lock = lock
@@ -92,6 +95,12 @@ cdef class CallLock:
         self.order = kvc_count(&_locks_made)
 
     def __dealloc__(self):
+        # Taken still, if an interrupt came between `__enter__` and its block (see `enter`): this thread holds it no more.
+        cdef void **link = innermost_link()
+        while link[0] != NULL and link[0] != <void *>self:
+            link = &(<CallLock>link[0]).outer
+        if link[0] != NULL:
+            link[0] = self.outer
         if self.lock != NULL:
             PyThread_free_lock(self.lock)
 

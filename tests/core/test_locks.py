@@ -128,6 +128,20 @@ def test_errors_of_releases(monkeypatch):
         pass
 
 
+def test_a_lock_that_is_dropped_while_it_is_taken_is_held_no_more():
+    """An interrupt between `__enter__` and its block leaves it so; it is the first of this thread's, or the last."""
+    for dropped in (0, 1):
+        locks = [CallLock(level=0), CallLock(level=0)]
+        for lock in locks:
+            lock.__enter__()
+        del locks[dropped], lock
+        gc.collect()
+        locks[0].__exit__(None, None, None)
+        released = []
+        CallLock(level=1).when_free(lambda done=released: done.append(True))  # else queued until a part's call ends
+        assert released == [True]
+
+
 def test_an_interrupted_release_is_done_again():
     lock, done = CallLock(), []
 
