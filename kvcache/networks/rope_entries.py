@@ -96,8 +96,10 @@ def _ropes_in(
         parts.append((sliding, where, read.number("rope_local_base_freq", theta, at_least=1.0)))
     inside = [part for part, _, _ in parts] if nested else [values]
     sizes = [_rotary_dim(inside[min(i, len(inside) - 1)], config, family, size) for i, size in enumerate(head_dims)]
-    first, *rest = (_growing(Entries(part, where), where, read, family, positions, theta, size)
-                    for (part, where, theta), size in zip(parts, sizes, strict=False))
+    first, *rest = (
+        _growing(_RopeEntry(Entries(part, where), read, family, positions, theta, size))
+        for (part, where, theta), size in zip(parts, sizes, strict=False)
+    )
     return Ropes(first, rest[0] if rest and rest[0] != first else None, *sizes)
 
 
@@ -137,13 +139,12 @@ def _rotary_dim(values: Mapping[str, Any], config: Mapping[str, Any], family: Fa
     return size
 
 
-class _Asked(NamedTuple):
-    """The place of a rotary embedding in a configuration.
+class _RopeEntry(NamedTuple):
+    """The entry of a rotary embedding, and what a configuration says around it.
 
     Attributes:
-        read: the entry of the embedding.
-        where: its place, for messages.
-        config: the entries around it.
+        read: the entry.
+        config: the whole configuration.
         family: of the network.
         positions: of the network.
         theta: the base where the entry has none.
@@ -151,7 +152,6 @@ class _Asked(NamedTuple):
     """
 
     read: Entries
-    where: str
     config: Entries
     family: Family
     positions: int
@@ -169,12 +169,11 @@ class _Asked(NamedTuple):
         return self.read.number("factor", max(self.positions / original, 1.0), at_least=1.0)
 
 
-def _growing(
-    read: Entries, where: str, config: Entries, family: Family, positions: int, theta: float, rotary_dim: int
-) -> Rope:
+def _growing(entry: _RopeEntry) -> Rope:
     """The rotary embedding of an entry, and how queries grow with their position."""
-    _refuse_unread(read, where, family)
-    rope = _rope(_Asked(read, where, config, family, positions, theta, rotary_dim))
+    read, family = entry.read, entry.family
+    _refuse_unread(read, family)
+    rope = _rope(entry)
     growth = read.number(_GROWTH, 0.0) if _GROWTH in family.defaults else 0.0
     if not growth:
         return rope
@@ -182,8 +181,8 @@ def _growing(
     return replace(rope, query_growth=growth, original_positions=original)
 
 
-def _rope(asked: _Asked) -> Rope:
-    read, family, theta = asked.read, asked.family, asked.read.number("rope_theta", asked.theta, at_least=1.0)
+def _rope(entry: _RopeEntry) -> Rope:
+    read, family, theta = entry.read, entry.family, entry.read.number("rope_theta", entry.theta, at_least=1.0)
     if theta <= 1:
         raise CheckpointError(f"rope_theta: expected more than 1, got {theta}")
     found = read.get("rope_type")
@@ -193,78 +192,78 @@ def _rope(asked: _Asked) -> Rope:
         kind = "longrope"
     if kind == "mrope":  # several positions for a part of an image; those of a text are one
         kind = "default"
-    if kind == "dynamic" and _ALPHA in family.defaults and read.get(_ALPHA) not in (None, 0) and asked.rotary_dim > 2:
-        theta *= power(read.number(_ALPHA, at_least=1.0), asked.rotary_dim / (asked.rotary_dim - 2))
+    if kind == "dynamic" and _ALPHA in family.defaults and read.get(_ALPHA) not in (None, 0) and entry.rotary_dim > 2:
+        theta *= power(read.number(_ALPHA, at_least=1.0), entry.rotary_dim / (entry.rotary_dim - 2))
         kind = "default"
     if _LONG in family.defaults and kind not in ("default", "longrope"):
-        raise CheckpointError(f"{asked.where}rope_type: expected default or longrope, got {short(kind)}")
+        raise CheckpointError(f"{entry.read.where}rope_type: expected default or longrope, got {short(kind)}")
     if not isinstance(kind, str) or kind not in _KINDS:
         *known, last = _KINDS
-        raise CheckpointError(f"{asked.where}rope_type: expected {', '.join(known)} or {last}, got {short(kind)}")
-    return _KINDS[kind](asked._replace(theta=theta))
+        raise CheckpointError(f"{entry.read.where}rope_type: expected {', '.join(known)} or {last}, got {short(kind)}")
+    return _KINDS[kind](entry._replace(theta=theta))
 
 
 # -- kinds ------------------------------------------------------------------------------------------------------
 
 
-def _default(asked: _Asked) -> Rope:
-    return Rope(theta=asked.theta)
+def _default(entry: _RopeEntry) -> Rope:
+    return Rope(theta=entry.theta)
 
 
-def _linear(asked: _Asked) -> Rope:
-    return Rope(kind="linear", theta=asked.theta, factor=asked.read.number("factor", at_least=1.0))
+def _linear(entry: _RopeEntry) -> Rope:
+    return Rope(kind="linear", theta=entry.theta, factor=entry.read.number("factor", at_least=1.0))
 
 
-def _llama3(asked: _Asked) -> Rope:
-    read, original = asked.read, asked.original
+def _llama3(entry: _RopeEntry) -> Rope:
+    read, original = entry.read, entry.original
     low, high = read.number("low_freq_factor"), read.number("high_freq_factor")
     if low > high or not high:
         expected = "low_freq_factor <= high_freq_factor, above 0"
-        raise CheckpointError(f"{asked.where[:-1]}: expected {expected}, got {low} and {high}")
+        raise CheckpointError(f"{entry.read.where[:-1]}: expected {expected}, got {low} and {high}")
     factor = read.number("factor", at_least=1.0)
-    return Rope("llama3", asked.theta, factor, original, low_freq_factor=low, high_freq_factor=high)
+    return Rope("llama3", entry.theta, factor, original, low_freq_factor=low, high_freq_factor=high)
 
 
-def _yarn(asked: _Asked) -> Rope:
-    read, original = asked.read, asked.original
-    factor = asked.factor(original)
+def _yarn(entry: _RopeEntry) -> Rope:
+    read, original = entry.read, entry.original
+    factor = entry.factor(original)
     fast, slow = read.number("beta_fast", 32.0), read.number("beta_slow", 1.0)
     if not _LEAST_BETA <= slow <= fast:
-        name = asked.where[:-1]
+        name = entry.read.where[:-1]
         raise CheckpointError(f"{name}: expected {_LEAST_BETA:g} <= beta_slow <= beta_fast, got {slow} and {fast}")
     return Rope(
-        "yarn", asked.theta, factor, original, beta_fast=fast, beta_slow=slow,
+        "yarn", entry.theta, factor, original, beta_fast=fast, beta_slow=slow,
         attention_factor=_yarn_attention_factor(read, factor), truncate=read.flag("truncate", True),
     )
 
 
-def _longrope(asked: _Asked) -> Rope:
-    read, original, pairs = asked.read, asked.original, asked.rotary_dim // 2
-    factor = asked.factor(original)
-    if _LONG in asked.family.defaults:
+def _longrope(entry: _RopeEntry) -> Rope:
+    read, original, pairs = entry.read, entry.original, entry.rotary_dim // 2
+    factor = entry.factor(original)
+    if _LONG in entry.family.defaults:
         usual, longer = _mscale(read, _SHORT), _mscale(read, _LONG)
     else:
         usual, longer = read.number("attention_factor", long_attention_factor(factor, original)), 0.0
     return Rope(
-        "longrope", asked.theta, factor, original, attention_factor=usual, long_attention_factor=longer,
+        "longrope", entry.theta, factor, original, attention_factor=usual, long_attention_factor=longer,
         divisors=read.numbers("short_factor", pairs), long_divisors=read.numbers("long_factor", pairs),
     )
 
 
-def _proportional(asked: _Asked) -> Rope:
+def _proportional(entry: _RopeEntry) -> Rope:
     """One whose first pairs turn; the divisors of the others are infinite."""
-    read, pairs = asked.read, asked.rotary_dim // 2
+    read, pairs = entry.read, entry.rotary_dim // 2
     share, factor = read.number("partial_rotary_factor", 1.0), read.number("factor", 1.0)
-    turning = int(share * asked.rotary_dim // 2)
+    turning = int(share * entry.rotary_dim // 2)
     if share > 1 or not factor:
-        where = asked.where[:-1]
+        where = entry.read.where[:-1]
         raise CheckpointError(
             f"{where}: expected a partial_rotary_factor up to 1 and a positive factor, got {share} and {factor}"
         )
-    return Rope("divided", asked.theta, divisors=(factor,) * turning + (math.inf,) * (pairs - turning))
+    return Rope("divided", entry.theta, divisors=(factor,) * turning + (math.inf,) * (pairs - turning))
 
 
-_KINDS: dict[str, Callable[[_Asked], Rope]] = {
+_KINDS: dict[str, Callable[[_RopeEntry], Rope]] = {
     "default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope,
     "proportional": _proportional,
 }
@@ -277,7 +276,7 @@ def _mscale(read: Entries, key: str) -> float:
     return found
 
 
-def _refuse_unread(read: Entries, where: str, family: Family) -> None:
+def _refuse_unread(read: Entries, family: Family) -> None:
     """Raise CheckpointError for a key that nothing here reads, unless its value changes nothing."""
     proportional = read.get("rope_type") == "proportional"
     for key in read:
@@ -288,7 +287,7 @@ def _refuse_unread(read: Entries, where: str, family: Family) -> None:
         value, neutral = read.get(key), _NEUTRAL.get(key)
         if value is not None and (type(value) not in (int, float) or value != neutral):
             expected = "no such key" if neutral is None else f"{neutral}, or no such key"
-            raise CheckpointError(f"{where}{key}: expected {expected}, got {short(value)}")
+            raise CheckpointError(f"{read.where}{key}: expected {expected}, got {short(value)}")
 
 
 def long_attention_factor(factor: float, original: int) -> float:

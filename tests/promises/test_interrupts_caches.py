@@ -24,15 +24,16 @@ from subjects.subject import Subject
 from kvcache.core.locks import CallLock
 from kvcache.states.token_rows import rows_of
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.one_build]  # interrupts come between lines of Python alone
+pytestmark = pytest.mark.exhaustive
 
 MODULES = [importlib.import_module(name) for name in ("subjects.caches", "subjects.prefix", "subjects.saved")]
+# Interrupts come between lines of Python, so builds with checks run one operation of each subject.
 OPERATIONS = [
-    pytest.param(subject, name, id=f"{subject.__name__}.{name}")
+    pytest.param(subject, name, id=f"{subject.__name__}.{name}", marks=[pytest.mark.one_build] * (i > 0))
     for module in MODULES
     for subject in vars(module).values()
     if isinstance(subject, type) and issubclass(subject, Subject) and subject.__module__ == module.__name__
-    for name in subject.operations()
+    for i, name in enumerate(subject.operations())
 ]
 PYTHON = (PACKAGE, str(Path(os.__file__).parent))  # interrupt functions of the standard library too
 

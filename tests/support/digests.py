@@ -285,10 +285,10 @@ def digests_of(model: Transformer, options: dict[str, Any]) -> str:
     ))
 
 
-def all_digests(gguf: bool, step: int = 1, first: int = 0) -> dict[str, str]:
-    """Each entry at the SIMD level in use; `gguf`: those of GGUF files too; `step`, `first`: of which networks."""
+def all_digests(gguf: bool, takes: Callable[[int, Network], bool] = lambda number, network: True) -> dict[str, str]:
+    """Each entry at the SIMD level in use, of the networks that it takes; `gguf`: those of GGUF files too."""
     found = {}
-    for network in list(networks(gguf))[first::step]:
+    for network in [each for number, each in enumerate(networks(gguf)) if takes(number, each)]:
         model = network.load()
         found |= {entry.name: digests_of(model, entry.options) for entry in network.entries(model)}
     return found
