@@ -95,7 +95,7 @@ cdef class CallLock:
         self.order = kvc_count(&_locks_made)
 
     def __dealloc__(self):
-        # Taken still, if an interrupt came between `__enter__` and its block (see `enter`): this thread holds it no more.
+        # If an interrupt came between `__enter__` and its block, it is taken still (see `enter`); then nobody holds it.
         cdef void **link = innermost_link()
         while link[0] != NULL and link[0] != <void *>self:
             link = &(<CallLock>link[0]).outer
