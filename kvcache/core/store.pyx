@@ -437,8 +437,10 @@ cdef class BlockStore:
         cdef int64_t i, slots = 0
         for i in range(view.shape[0]):
             if not 0 <= view[i].block < self.num_blocks or not view[i].first < view[i].stop <= self.layout.block_size:
-                raise ValueError(f"runs: expected slots of {<int32_t>self.num_blocks} blocks of {self.layout.block_size} "
-                                 f"slots, got {view[i].first} to {view[i].stop} of {view[i].block}")
+                raise ValueError(
+                    f"runs: expected slots of {<int32_t>self.num_blocks} blocks of {self.layout.block_size} slots, "
+                    f"got {view[i].first} to {view[i].stop} of {view[i].block}"
+                )
             slots += view[i].stop - view[i].first
         if num_slots >= 0 and slots != num_slots:
             raise ValueError(f"runs: expected {num_slots} slots, one per row, got {slots}")
