@@ -412,10 +412,10 @@ def expect_list(array: npt.NDArray[Any], x: Any, name: str) -> None:
     """Raise unless `array`, as which NumPy reads `x`, has one dimension.
 
     Raises:
-        TypeError: `x` is no array, and NumPy takes it as one value, such as a number, None, a dict or a set.
-        ValueError: another number of dimensions.
+        TypeError: `x` is one value that is no number, such as None, a dict or a set.
+        ValueError: another number of dimensions; a number has none.
     """
-    if not array.ndim and not isinstance(x, np.ndarray):
+    if not array.ndim and array.dtype.hasobject and not isinstance(x, np.ndarray):
         raise TypeError(f"{name}: expected integers, got {type(x).__name__}")
     if array.ndim != 1:
         raise ValueError(f"{name}: expected one dimension, got shape {array.shape}")

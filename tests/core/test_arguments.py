@@ -345,15 +345,18 @@ def test_what_cannot_name_a_namespace_is_named():
 
 
 def test_one_value_in_place_of_tokens_is_named():
-    """The message has its type, and not the shape of the array that NumPy makes of it."""
+    """The message has its type, and not the shape of the array that NumPy makes of it; that of a number has none."""
     engine, cache = InferenceEngine.from_pretrained(DIRECTORY), PagedKvCache(4, 4, 2, 8)
     cache.allocate(0, 4)
     for value in (5, None, {1: 2}, {1}, np.uint32(4), iter([1]), object(), 3.5):
         got = f"got {type(value).__name__}$"
         with pytest.raises(TypeError, match=f"^prompt: expected a text or token ids, {got}"):
             engine.complete(value)
+        expected = f"^tokens: expected integers, {got}"
+        if is_number := isinstance(value, (int, float, np.number)):
+            expected = r"^tokens: expected one dimension, got shape \(\)"
         for call in (engine.score, PrefixCache(4, 2, 1, 1, 8).peek, PrefixKvCache().lookup):
-            with pytest.raises(TypeError, match=f"^tokens: expected integers, {got}"):
+            with pytest.raises(ValueError if is_number else TypeError, match=expected):
                 call(value)
     with pytest.raises(ValueError, match=r"^tokens: expected one dimension, got shape \(\)"):
         engine.score(np.array(5))
