@@ -189,21 +189,38 @@ static void wait_for_all(void) {
     pthread_mutex_unlock(&spill->lock);
 }
 
-/* Texts of a third of the blocks come and go, in turn over all blocks, on a disk with room for half of them. */
-static void run_small_disk(int threads) {
+static size_t arena_bytes(void) {
     size_t total = 0;
-    int32_t references[BLOCKS] = {0};
-    const int text = BLOCKS / 3;
     for (int layer = 0; layer < LAYERS; layer++) total += sizes[layer] * BLOCKS;
+    return total;
+}
+
+/* A spill with a tenth of its blocks in memory, and its file on a disk of `pages` pages; a block takes one, one and three. */
+static FILE *open_small_disk(int pages, int threads, const int32_t *references) {
     FILE *file = tmpfile();
-    arena = mmap(NULL, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    arena = mmap(NULL, arena_bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(file && arena != MAP_FAILED, "no file or memory");
     memset(on_disk, 0, sizeof on_disk);
     pages_used = 0;
-    most_pages = BLOCKS / 2 * 5; /* of a block: one, one and three */
-    spill = kvc_spill_open(fileno(file), arena, LAYERS, sizes, BLOCKS, 16, total / 10, PAGE, threads);
+    most_pages = pages; /* less than MOST_PAGES: pages count */
+    spill = kvc_spill_open(fileno(file), arena, LAYERS, sizes, BLOCKS, 16, arena_bytes() / 10, PAGE, threads);
     CHECK(spill, "no memory");
     kvc_spill_refer(spill, references);
+    return file;
+}
+
+static void close_small_disk(FILE *file) {
+    kvc_spill_close(spill);
+    munmap(arena, arena_bytes());
+    fclose(file);
+    most_pages = MOST_PAGES;
+}
+
+/* Texts of a third of the blocks come and go, in turn over all blocks, on a disk with room for half of them. */
+static void run_small_disk(int threads) {
+    int32_t references[BLOCKS] = {0};
+    const int text = BLOCKS / 3;
+    FILE *file = open_small_disk(BLOCKS / 2 * 5, threads, references);
     for (int turn = 0; turn < 12; turn++) {
         const int first = turn % 3 * text;
         for (int block = 0; block < text; block++) references[first + block] = 1;
@@ -231,28 +248,15 @@ static void run_small_disk(int threads) {
     punch_spare(spill, 1);
     CHECK(!spill->num_in_file && !pages_used, "%d pages are of nobody", (int)pages_used);
     printf("spill: %d threads, a disk of %d pages, a file of %d: %ld written\n", threads, (int)most_pages, BLOCKS * 5, (long)kvc_spill_count(spill).written_units);
-    kvc_spill_close(spill);
-    munmap(arena, total);
-    fclose(file);
-    most_pages = MOST_PAGES;
+    close_small_disk(file);
 }
 
 /* A call counts what copies it needs by taking references off and back, while a thread finds the disk full: the thread leaves the
  * bytes of these blocks. The next call gives back those of a block that nobody has. */
 static void run_counting_call(void) {
-    size_t total = 0;
     int32_t references[BLOCKS] = {0};
     const int text = BLOCKS / 3;
-    for (int layer = 0; layer < LAYERS; layer++) total += sizes[layer] * BLOCKS;
-    FILE *file = tmpfile();
-    arena = mmap(NULL, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    CHECK(file && arena != MAP_FAILED, "no file or memory");
-    memset(on_disk, 0, sizeof on_disk);
-    pages_used = 0;
-    most_pages = MOST_PAGES - 1; /* they count */
-    spill = kvc_spill_open(fileno(file), arena, LAYERS, sizes, BLOCKS, 16, total / 10, PAGE, 1);
-    CHECK(spill, "no memory");
-    kvc_spill_refer(spill, references);
+    FILE *file = open_small_disk(MOST_PAGES - 1, 1, references);
     for (int block = 0; block < text + 8; block++) references[block] = 1;
     fill(0, text, 5);
     wait_for_all();
@@ -273,10 +277,7 @@ static void run_counting_call(void) {
     wait_for_all();
     expect(text, 8, 6);
     CHECK(!kvc_spill_count(spill).faults, "a fault");
-    kvc_spill_close(spill);
-    munmap(arena, total);
-    fclose(file);
-    most_pages = MOST_PAGES;
+    close_small_disk(file);
     puts("spill: a call that counts while the disk is full");
 }
 
