@@ -8,6 +8,7 @@ KVCACHE_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer in everythin
 KVCACHE_EVEX=1      for tests, what CPUs with AVX-512 run of other levels: avxvnni as AVX-512 encodes its instructions,
                     amx with emulated tiles; the others do so too
 KVCACHE_KERNELS_CC  the compiler of the kernels, where it is not that of the modules, CC
+KVCACHE_REPOSITORY  the address of the repository, for the links of the package; release.yml gives its own
 KVCACHE_COVERAGE=1  lines of Cython and C counted, for .ci/coverage
 """
 
@@ -94,6 +95,14 @@ for level in BUILT:
         UNITS.append((source, level, defines_of(level) + LEVEL_FLAGS[level] + checks))
 UNITS.sort(key=lambda unit: -os.path.getsize(unit[0]))  # no CPU waits long for the last one
 
+# Links that an index shows beside the package: none where nobody says where the repository is.
+REPOSITORY = os.environ.get("KVCACHE_REPOSITORY", "")
+PAGES = {
+    "Source": "", "Documentation": "/blob/HEAD/kvcache/guides/index.md", "Changelog": "/blob/HEAD/CHANGELOG.md",
+    "Benchmarks": "/blob/HEAD/bench/README.md", "Issues": "/issues", "Security": "/security/policy",
+}
+URLS = {name: REPOSITORY + path for name, path in PAGES.items()} if REPOSITORY else {}
+
 DIRECTIVES = {"language_level": "3", "wraparound": False, "embedsignature": True, "embedsignature.format": "python"}
 DIRECTIVES |= {"freethreading_compatible": True}  # see "Without the GIL" in CONTRIBUTING.md
 DIRECTIVES |= {"boundscheck": DEBUG, "initializedcheck": DEBUG, "cdivision": not DEBUG}
@@ -120,4 +129,5 @@ class build_modules(build_kernels):
 
 
 if __name__ == "__main__":  # processes that run Cython may import this file
-    setup(ext_modules=EXTENSIONS, cmdclass={"build_ext": build_modules, "bdist_wheel": wheel_with_sbom})
+    commands = {"build_ext": build_modules, "bdist_wheel": wheel_with_sbom}
+    setup(ext_modules=EXTENSIONS, cmdclass=commands, project_urls=URLS)

@@ -41,7 +41,7 @@ def read_json_text(data: str | bytes | bytearray) -> Any:
 
 
 def json_fault(error: Exception) -> str:
-    """What keeps a text from being JSON, for the end of a message; no words of Python about its own limits.
+    """The fault of a text that is no JSON, for the end of a message; no words of Python about its own limits.
 
     Args:
         error: that a reader of JSON raised.
