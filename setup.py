@@ -79,6 +79,9 @@ COUNT = ["--coverage", "-O0"] if COVERAGE else []
 KERNELS = ["-fno-wrapv", *(["-O1"] if SANITIZE or COVERAGE else [])]
 if SANITIZE:  # `tests/ckernels/run fuzz` takes them from here
     KERNELS += ["-fsanitize=float-cast-overflow", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+    # In functions of many accesses calls check them, as fast as code in place, which takes gcc half as long again.
+    CALLS = "--param=asan-instrumentation-with-call-threshold=300"
+    KERNELS += [CALLS] if compiles(["-Werror", CALLS]) else []  # gcc's name
 
 # Kernels: kvc_<part>.c is compiled once per level, with its flags and primitives; levels.py has the exceptions.
 HAVE = [f"-DKVC_HAVE_{level.upper()}={int(level in BUILT)}" for level in KNOWN] + EVEX_FLAGS * EVEX
