@@ -219,7 +219,7 @@ def test_the_dialect_may_be_named(tmp_path):
 
 
 def test_completions_need_no_package_of_templates(tmp_path, monkeypatch):
-    """What needs the package answers an error of its interface, which names the extra."""
+    """Routes that need it answer an error of their interface, which names the extra."""
     monkeypatch.setitem(sys.modules, "jinja2", None)
     template_sandbox._compiled_or_refused.cache_clear()
     with Served(tiny_file(tmp_path, TEMPLATE)) as served:
