@@ -148,7 +148,7 @@ def test_a_python_is_found_behind_another_version_of_its_name(tmp_path):
 def test_a_build_is_told_where_it_will_run(wheels, tmp_path, monkeypatch):
     monkeypatch.setattr(wheels, "WORK", tmp_path)
     monkeypatch.setattr(wheels, "run", lambda *command, **options: "/zig")
-    monkeypatch.setattr(wheels, "numpy_headers", lambda *platform: tmp_path)
+    monkeypatch.setattr(wheels, "numpy_parts", lambda *platform: (tmp_path, ".cpython-312-any-linux.so"))
     monkeypatch.setattr(wheels, "windows_headers", lambda *python: "/python.lib")
     for platform in wheels.PLATFORMS:
         found = wheels.build_settings("/zig", "python", "3.12", platform)
@@ -158,7 +158,37 @@ def test_a_build_is_told_where_it_will_run(wheels, tmp_path, monkeypatch):
         names = {}
         exec((tmp_path / "settings" / f"{platform.tag}-3.12" / "_sysconfigdata_target.py").read_text(), names)
         assert f"-target {platform.target}" in names["build_time_vars"]["CC"]
-        assert platform.suffix in names["build_time_vars"]["EXT_SUFFIX"]
+        assert names["build_time_vars"]["EXT_SUFFIX"] == ".cpython-312-any-linux.so"
+        assert names["build_time_vars"]["SOABI"] == "cpython-312-any-linux"
+
+
+def test_modules_end_as_those_of_numpy_do(wheels, tmp_path, monkeypatch):
+    """Those of Python 3.10 with musl end as with glibc: Python looks for no other."""
+    monkeypatch.setattr(wheels, "WORK", tmp_path)
+    monkeypatch.setattr(wheels, "version_of", lambda *name: "2.2.6")
+    downloads = []
+
+    def download(*command):
+        folder = command[command.index("-d") + 1]
+        downloads.append(folder)
+        folder.mkdir()
+        with zipfile.ZipFile(folder / "numpy.whl", "w") as archive:
+            for name in ("include/any.h", f"_multiarray_umath{ending}", "_multiarray_umath.pyi", f"_simd{ending}"):
+                archive.writestr(f"numpy/_core/{name}", "")
+
+    monkeypatch.setattr(wheels, "run", download)
+    for version, tag, ending in (
+        ("3.10", "musllinux_1_2_x86_64", ".cpython-310-x86_64-linux-gnu.so"),
+        ("3.11", "musllinux_1_2_x86_64", ".cpython-311-x86_64-linux-musl.so"),
+        ("3.14t", "win_amd64", ".cp314t-win_amd64.pyd"),
+    ):
+        (platform,) = [platform for platform in wheels.PLATFORMS if platform.tag == tag]
+        folder = tmp_path / f"numpy-2.2.6-{tag}-{version}"
+        for _ in range(2):  # the second time without a download
+            parts = wheels.numpy_parts("python", version, platform)
+            assert parts == (folder / "numpy" / "_core" / "include", ending)
+        assert {path.name for path in folder.iterdir()} == {"numpy", "ending"}
+    assert len(downloads) == 3
 
 
 def test_an_environment_is_of_what_it_requires(wheels, tmp_path, monkeypatch):
