@@ -109,7 +109,7 @@ def test_every_platform_and_version_is_tested(jobs, wheels):
 
 
 @pytest.mark.parametrize(
-    "version, uv, tested",
+    ("version", "uv", "tested"),
     [
         ("3.13", "exit 1", "of the image"),
         ("3.14t", '[ "$2" != find ] || echo /uv/python3.14t', "/uv/python3.14t"),
@@ -163,7 +163,7 @@ def test_a_build_is_told_where_it_will_run(wheels, tmp_path, monkeypatch):
 
 
 def test_modules_end_as_those_of_numpy_do(wheels, tmp_path, monkeypatch):
-    """Those of Python 3.10 with musl end as with glibc: Python looks for no other."""
+    """Python 3.10 looks for the same names with musl as with glibc, later ones do not."""
     monkeypatch.setattr(wheels, "WORK", tmp_path)
     monkeypatch.setattr(wheels, "version_of", lambda *name: "2.2.6")
     downloads = []
