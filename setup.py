@@ -79,7 +79,7 @@ COUNT = ["--coverage", "-O0"] if COVERAGE else []
 KERNELS = ["-fno-wrapv", *(["-O1"] if SANITIZE or COVERAGE else [])]
 if SANITIZE:  # `tests/ckernels/run fuzz` takes them from here
     KERNELS += ["-fsanitize=float-cast-overflow", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-    # In functions of many accesses calls check them, as fast as code in place, which takes gcc half as long again.
+    # In functions of many accesses calls check them: over code in place gcc takes half as long again.
     CALLS = "--param=asan-instrumentation-with-call-threshold=300"
     KERNELS += [CALLS] if compiles(["-Werror", CALLS]) else []  # gcc's name
 
