@@ -15,7 +15,7 @@ from kvcache.support.exclusions import EXCLUSIONS, FEATURES
 pytestmark = pytest.mark.one_build
 NAMES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "bench/README.md")
 FOLDERS = (PROJECT / "kvcache" / "guides", PROJECT / "bench" / "pages", PROJECT / "tests" / "support")
-PAGES = sorted(str(path.relative_to(PROJECT)) for folder in FOLDERS for path in folder.glob("*.md"))
+PAGES = sorted(path.relative_to(PROJECT).as_posix() for folder in FOLDERS for path in folder.glob("*.md"))
 DOCUMENTS = {name: (PROJECT / name).read_text(encoding="utf-8") for name in (*NAMES, *PAGES)}
 EXAMPLES = [
     (name, example)
@@ -37,7 +37,8 @@ def test_the_map_of_the_helpers_is_complete():
     files = [(room.split()[0].replace("Helpers", ""), re.findall(r"(?m)^\| `(.+?)` \|", room)) for room in rooms]
     named = {folder + file for folder, names in files for file in names}
     support = PROJECT / "tests" / "support"
-    assert named == {str(path.relative_to(support)) for kind in ("py", "c") for path in support.rglob(f"*.{kind}")}
+    files = [path for kind in ("py", "c") for path in support.rglob(f"*.{kind}")]
+    assert named == {path.relative_to(support).as_posix() for path in files}
 
 
 def test_the_index_of_the_guides_has_all_of_them_in_one_order():

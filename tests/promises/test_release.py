@@ -99,7 +99,7 @@ def test_a_tag_of_a_version_starts_it(jobs):
     project = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
     version = re.search(r'^version = "(.+)"$', project, re.MULTILINE)[1]
     (check,) = [step["run"] for step in jobs["build"]["steps"] if step.get("name") == "The tag is the version"]
-    pattern = re.search(r'grep -qx "(.*)" pyproject', check)[1].replace('\\"', '"')
+    pattern = re.search(r'grep -qxF "(.*)" pyproject', check)[1].replace('\\"', '"')
     assert pattern.replace("${GITHUB_REF_NAME#v}", version) in project.splitlines()
 
 
@@ -120,21 +120,57 @@ def test_every_platform_and_version_is_tested(jobs, wheels):
     assert all(machine in jobs[job]["strategy"]["matrix"]["machine"] for job, machine in MACHINES.values())
     setup = next(step for step in jobs["build"]["steps"] if "setup-python" in step.get("uses", ""))
     project = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
-    assert (*setup["with"]["python-version"].split(),) == wheels.VERSIONS
     named = [version for version in wheels.VERSIONS if not version.endswith("t")]  # t: without the GIL
+    listed = setup["with"]["python-version"].split()
+    assert sorted(listed) == sorted(wheels.VERSIONS)
+    assert listed[-1] == named[-1]  # the last one's folder is the first on PATH, and 3.14t's has a python3.14 as well
     assert re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project) == named
     assert '"Programming Language :: Python :: Free Threading :: ' in project
     for job in ("test", "test-musl", "test-windows"):
-        matrix = jobs[job]["strategy"]["matrix"]
-        tested = {(machine, version) for machine in matrix["machine"] for version in matrix["python"]}
-        tested |= {(each["machine"], each["python"]) for each in matrix.get("include", ())}
-        assert tested == {(machine, version) for machine in matrix["machine"] for version in wheels.VERSIONS}
+        assert tuple(jobs[job]["strategy"]["matrix"]["python"]) == wheels.VERSIONS
+
+
+@pytest.mark.parametrize(
+    ("version", "uv", "tested"),
+    [
+        ("3.13", "exit 1", "of the image"),
+        ("3.14t", '[ "$2" != find ] || echo /uv/python3.14t', "/uv/python3.14t"),
+        ("3.14t", '[ "$2" != install ]', None),
+        ("3.14t", '[ "$2" != find ]', None),
+    ],
+)
+def test_each_version_is_tested_with_musl_by_its_own_python(jobs, tmp_path, version, uv, tested):
+    (step,) = [step for step in jobs["test-musl"]["steps"] if "TEST" in step.get("env", {})]
+    assert step["run"].endswith('-e VERSION "python:${VERSION%t}-alpine" sh -euc "$TEST"')
+    (tmp_path / ".ci").mkdir()
+    for name, line in (("pip", "exit 0"), ("uv", uv), (".ci/test-wheel", 'echo "${PYTHON-of the image}"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VERSION": version}
+    done = subprocess.run(
+        ["sh", "-euc", step["env"]["TEST"]], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode == 0, done.stdout.strip()) == (tested is not None, tested or "")
+
+
+def test_a_python_is_found_behind_another_version_of_its_name(tmp_path):
+    """A folder of 3.14t has a python3.14 too, which is 3.14t."""
+    for name, status in (("with t", 1), ("without", 0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "python3.14").write_text(f"#!/bin/sh\nexit {status}\n", encoding="utf-8")
+        (tmp_path / name / "python3.14").chmod(0o755)
+    folders = [tmp_path / "with t", tmp_path / "without", *os.environ["PATH"].split(":")]
+    environment = {"PATH": ":".join(map(str, folders)), "HOME": str(tmp_path)}
+    found = subprocess.run(
+        [PROJECT / ".ci" / "pythons", "3.14"], env=environment, capture_output=True, text=True, check=True
+    )
+    assert found.stdout == f"3.14 {tmp_path}/without/python3.14\n"
 
 
 def test_a_build_is_told_where_it_will_run(wheels, tmp_path, monkeypatch):
     monkeypatch.setattr(wheels, "WORK", tmp_path)
     monkeypatch.setattr(wheels, "run", lambda *command, **options: "/zig")
-    monkeypatch.setattr(wheels, "numpy_headers", lambda *platform: tmp_path)
+    monkeypatch.setattr(wheels, "numpy_parts", lambda *platform: (tmp_path, ".cpython-312-any-linux.so"))
     monkeypatch.setattr(wheels, "windows_headers", lambda *python: "/python.lib")
     for platform in wheels.PLATFORMS:
         found = wheels.build_settings("/zig", "python", "3.12", platform)
@@ -144,7 +180,37 @@ def test_a_build_is_told_where_it_will_run(wheels, tmp_path, monkeypatch):
         names = {}
         exec((tmp_path / "settings" / f"{platform.tag}-3.12" / "_sysconfigdata_target.py").read_text(), names)
         assert f"-target {platform.target}" in names["build_time_vars"]["CC"]
-        assert platform.suffix in names["build_time_vars"]["EXT_SUFFIX"]
+        assert names["build_time_vars"]["EXT_SUFFIX"] == ".cpython-312-any-linux.so"
+        assert names["build_time_vars"]["SOABI"] == "cpython-312-any-linux"
+
+
+def test_modules_end_as_those_of_numpy_do(wheels, tmp_path, monkeypatch):
+    """Python 3.10 looks for the same names with musl as with glibc, later ones do not."""
+    monkeypatch.setattr(wheels, "WORK", tmp_path)
+    monkeypatch.setattr(wheels, "version_of", lambda *name: "2.2.6")
+    downloads = []
+
+    def download(*command):
+        folder = command[command.index("-d") + 1]
+        downloads.append(folder)
+        folder.mkdir()
+        with zipfile.ZipFile(folder / "numpy.whl", "w") as archive:
+            for name in ("include/any.h", f"_multiarray_umath{ending}", "_multiarray_umath.pyi", f"_simd{ending}"):
+                archive.writestr(f"numpy/_core/{name}", "")
+
+    monkeypatch.setattr(wheels, "run", download)
+    for version, tag, ending in (
+        ("3.10", "musllinux_1_2_x86_64", ".cpython-310-x86_64-linux-gnu.so"),
+        ("3.11", "musllinux_1_2_x86_64", ".cpython-311-x86_64-linux-musl.so"),
+        ("3.14t", "win_amd64", ".cp314t-win_amd64.pyd"),
+    ):
+        (platform,) = [platform for platform in wheels.PLATFORMS if platform.tag == tag]
+        folder = tmp_path / f"numpy-2.2.6-{tag}-{version}"
+        for _ in range(2):  # the second time without a download
+            parts = wheels.numpy_parts("python", version, platform)
+            assert parts == (folder / "numpy" / "_core" / "include", ending)
+        assert {path.name for path in folder.iterdir()} == {"numpy", "ending"}
+    assert len(downloads) == 3
 
 
 def test_an_environment_is_of_what_it_requires(wheels, tmp_path, monkeypatch):
