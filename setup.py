@@ -24,6 +24,7 @@ from setuptools import Extension, setup
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # an isolated build does not have it there
 from ckernels.build import Plan, best_level, build_kernels, check_machine, is_for_developers
 from ckernels.levels import EVEX_FLAGS, LEVELS, compiles, defines_of, flags_of_levels, sources_of
+from ckernels.links import package_links
 from ckernels.sbom import wheel_with_sbom
 
 check_machine()
@@ -98,14 +99,6 @@ for level in BUILT:
         UNITS.append((source, level, defines_of(level) + LEVEL_FLAGS[level] + checks))
 UNITS.sort(key=lambda unit: -os.path.getsize(unit[0]))  # no CPU waits long for the last one
 
-# Links that an index shows beside the package: none where nobody says where the repository is.
-REPOSITORY = os.environ.get("KVCACHE_REPOSITORY", "")
-PAGES = {
-    "Source": "", "Documentation": "/blob/HEAD/kvcache/guides/index.md", "Changelog": "/blob/HEAD/CHANGELOG.md",
-    "Benchmarks": "/blob/HEAD/bench/README.md", "Issues": "/issues", "Security": "/security/policy",
-}
-URLS = {name: REPOSITORY + path for name, path in PAGES.items()} if REPOSITORY else {}
-
 DIRECTIVES = {"language_level": "3", "wraparound": False, "embedsignature": True, "embedsignature.format": "python"}
 DIRECTIVES |= {"freethreading_compatible": True}  # see "Without the GIL" in CONTRIBUTING.md
 DIRECTIVES |= {"boundscheck": DEBUG, "initializedcheck": DEBUG, "cdivision": not DEBUG}
@@ -133,4 +126,4 @@ class build_modules(build_kernels):
 
 if __name__ == "__main__":  # processes that run Cython may import this file
     commands = {"build_ext": build_modules, "bdist_wheel": wheel_with_sbom}
-    setup(ext_modules=EXTENSIONS, cmdclass=commands, project_urls=URLS)
+    setup(ext_modules=EXTENSIONS, cmdclass=commands, **package_links())

@@ -82,14 +82,20 @@ def test_the_package_links_to_the_pages_of_its_repository(jobs, tmp_path):
         settings = os.environ | {"KVCACHE_REPOSITORY": repository, "KVCACHE_LEVELS": "scalar"}
         command = [sys.executable, "setup.py", "-q", "dist_info", "--output-dir", str(tmp_path)]
         subprocess.run(command, cwd=PROJECT, env=settings, check=True, capture_output=True)
-        (metadata,) = tmp_path.glob("*.dist-info/METADATA")
-        links = dict(re.findall(r"(?m)^Project-URL: (\w+), (\S+)$", metadata.read_text(encoding="utf-8")))
+        (path,) = tmp_path.glob("*.dist-info/METADATA")
+        metadata = path.read_text(encoding="utf-8")
+        shutil.rmtree(path.parent)
+        links = dict(re.findall(r"(?m)^Project-URL: (\w+), (\S+)$", metadata))
         assert bool(links) == bool(repository)
-        shutil.rmtree(metadata.parent)
+        readme = (PROJECT / "README.md").read_text(encoding="utf-8")
+        assert metadata.rstrip().endswith(readme.rstrip()) == (not repository)
+    assert "Description-Content-Type: text/markdown" in metadata
     assert {"Source", "Documentation", "Changelog", "Issues", "Security"} <= {*links}
     assert links["Source"] == repository
-    for link in links.values():
-        base, _, path = link.partition("/blob/HEAD/")
+    shown = re.findall(rf"(!?)\[[^\]]*\]\(({repository}[^)]+)\)", metadata)
+    assert len(shown) == len(re.findall(r"\]\((?!#|https?:)[^)]+\)", readme)) > 20
+    for picture, link in [("", link) for link in links.values()] + shown:
+        base, _, path = link.partition("/raw/HEAD/" if picture else "/blob/HEAD/")
         assert base.startswith(repository)
         assert (PROJECT / path).exists(), link
 
