@@ -178,7 +178,7 @@ cdef object MAX_THREADS = 1024
 # The state of the process: the level in use, and how many threads a call may use. A call reads each once.
 cdef shared_level _active = NULL
 cdef dict _bf16_rows = {}    # of each level that was asked: the system may permit tiles later, and bits would change
-cdef shared_int32 _threads = min(MAX_THREADS, available_cpus())
+cdef shared_int32 _threads = <int32_t>min(MAX_THREADS, available_cpus())
 
 
 # ---- For Cython: see kernels/kernels.pxd.
@@ -598,7 +598,7 @@ def set_num_threads(n):
     It is a number of the whole process; a call that runs keeps the one that it began with.
     """
     global _threads
-    _threads = as_count(n, "n", 1, MAX_THREADS)
+    _threads = <int32_t>as_count(n, "n", 1, MAX_THREADS)
 
 
 def _read_environment(environ):
