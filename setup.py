@@ -62,8 +62,8 @@ else:
 FLAGS = ["-std=c11", "-pthread", "-ffp-contract=off", "-Wall", "-Wextra", "-fvisibility=hidden"]
 FLAGS += ["-Og", "-g", "-UNDEBUG", "-DKVC_DEBUG"] if DEBUG else ["-O3", "-g0", "-DNDEBUG"]
 
-# The modules have no loops that -O3 makes faster, and -O1 takes half its time. What is inlined is instrumented again.
-MODULES = ["-fno-inline"] if SANITIZE else [] if DEBUG else ["-O1"]
+# The modules have no loops that -O3 makes faster, and -O1 takes half of its time.
+MODULES = [] if DEBUG else ["-O1"]
 
 # -g1: the line numbers of a report. -Og: half of the compile time of -O1, with the same checks; kernels run too slowly.
 CHECK = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1", "-Og"] if SANITIZE else []
@@ -81,9 +81,6 @@ COUNT = ["--coverage", "-O0"] if COVERAGE else []
 KERNELS = ["-fno-wrapv", *(["-O1"] if SANITIZE or COVERAGE else [])]
 if SANITIZE:  # `tests/ckernels/run fuzz` takes them from here
     KERNELS += ["-fsanitize=float-cast-overflow", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-    # In functions of many accesses calls check them: over code in place gcc takes half as long again.
-    CALLS = "--param=asan-instrumentation-with-call-threshold=300"
-    KERNELS += [CALLS] if compiles(["-Werror", CALLS]) else []  # gcc's name
 
 # Kernels: kvc_<part>.c is compiled once per level, with its flags and primitives; levels.py has the exceptions.
 HAVE = [f"-DKVC_HAVE_{level.upper()}={int(level in BUILT)}" for level in KNOWN] + EVEX_FLAGS * EVEX
