@@ -8,6 +8,7 @@ KVCACHE_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer in everythin
 KVCACHE_EVEX=1      for tests, what CPUs with AVX-512 run of other levels: avxvnni as AVX-512 encodes its instructions,
                     amx with emulated tiles; the others do so too
 KVCACHE_KERNELS_CC  the compiler of the kernels, where it is not that of the modules, CC
+KVCACHE_REPOSITORY  the address of the repository, for the links of the package; release.yml gives its own
 KVCACHE_COVERAGE=1  lines of Cython and C counted, for .ci/coverage
 """
 
@@ -60,8 +61,8 @@ else:
 FLAGS = ["-std=c11", "-pthread", "-ffp-contract=off", "-Wall", "-Wextra", "-fvisibility=hidden"]
 FLAGS += ["-Og", "-g", "-UNDEBUG", "-DKVC_DEBUG"] if DEBUG else ["-O3", "-g0", "-DNDEBUG"]
 
-# The modules have no loops that -O3 makes faster, and -O1 takes half of its time.
-MODULES = [] if DEBUG else ["-O1"]
+# The modules have no loops that -O3 makes faster, and -O1 takes half its time. What is inlined is instrumented again.
+MODULES = ["-fno-inline"] if SANITIZE else [] if DEBUG else ["-O1"]
 
 # -g1: the line numbers of a report. -Og: half of the compile time of -O1, with the same checks; kernels run too slowly.
 CHECK = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1", "-Og"] if SANITIZE else []
@@ -79,6 +80,9 @@ COUNT = ["--coverage", "-O0"] if COVERAGE else []
 KERNELS = ["-fno-wrapv", *(["-O1"] if SANITIZE or COVERAGE else [])]
 if SANITIZE:  # `tests/ckernels/run fuzz` takes them from here
     KERNELS += ["-fsanitize=float-cast-overflow", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+    # In functions of many accesses calls check them: over code in place gcc takes half as long again.
+    CALLS = "--param=asan-instrumentation-with-call-threshold=300"
+    KERNELS += [CALLS] if compiles(["-Werror", CALLS]) else []  # gcc's name
 
 # Kernels: kvc_<part>.c is compiled once per level, with its flags and primitives; levels.py has the exceptions.
 HAVE = [f"-DKVC_HAVE_{level.upper()}={int(level in BUILT)}" for level in KNOWN] + EVEX_FLAGS * EVEX
@@ -93,6 +97,14 @@ for level in BUILT:
             checks = ["-Og"] if level.startswith("scalar") else UNCHECKED_POINTERS
         UNITS.append((source, level, defines_of(level) + LEVEL_FLAGS[level] + checks))
 UNITS.sort(key=lambda unit: -os.path.getsize(unit[0]))  # no CPU waits long for the last one
+
+# Links that an index shows beside the package: none where nobody says where the repository is.
+REPOSITORY = os.environ.get("KVCACHE_REPOSITORY", "")
+PAGES = {
+    "Source": "", "Documentation": "/blob/HEAD/kvcache/guides/index.md", "Changelog": "/blob/HEAD/CHANGELOG.md",
+    "Benchmarks": "/blob/HEAD/bench/README.md", "Issues": "/issues", "Security": "/security/policy",
+}
+URLS = {name: REPOSITORY + path for name, path in PAGES.items()} if REPOSITORY else {}
 
 DIRECTIVES = {"language_level": "3", "wraparound": False, "embedsignature": True, "embedsignature.format": "python"}
 DIRECTIVES |= {"freethreading_compatible": True}  # see "Without the GIL" in CONTRIBUTING.md
@@ -120,4 +132,5 @@ class build_modules(build_kernels):
 
 
 if __name__ == "__main__":  # processes that run Cython may import this file
-    setup(ext_modules=EXTENSIONS, cmdclass={"build_ext": build_modules, "bdist_wheel": wheel_with_sbom})
+    commands = {"build_ext": build_modules, "bdist_wheel": wheel_with_sbom}
+    setup(ext_modules=EXTENSIONS, cmdclass=commands, project_urls=URLS)

@@ -100,8 +100,8 @@ def flags_of_levels(machine, evex, scalar, system=sys.platform):
 def sources_of(name, folder="ckernels"):
     """The files of a level, or of "once"."""
     parts = ONCE if name == "once" else next(level.parts for level in LEVELS if level.name == name)
-    files = {each: f"{folder}/kvc_{each}.c" for each in (parts or f"{ONCE} {FEW}").split()}
-    return [*files.values()] if parts else sorted({*glob(f"{folder}/kvc_*.c")} - {*files.values()})
+    files = {each: os.path.join(folder, f"kvc_{each}.c") for each in (parts or f"{ONCE} {FEW}").split()}
+    return [*files.values()] if parts else sorted({*glob(os.path.join(folder, "kvc_*.c"))} - {*files.values()})
 
 
 def defines_of(name):

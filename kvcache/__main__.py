@@ -86,6 +86,8 @@ def _demo() -> int:
 
 
 def _server() -> Any:
+    import tokenizers  # noqa: F401  # models need it, some only when they load at a request
+
     from kvcache.server import process
     from kvcache.server.app import make_app
     from kvcache.server.model_slot import ModelSlot

@@ -93,7 +93,7 @@ def run_bench(name: str, folder: Path, quick: bool, minutes: float) -> Run:
             printed += ran.stderr
     except subprocess.TimeoutExpired:
         printed, status = f"it took more than {minutes:g} minutes", 124
-    found = sorted(str(each.relative_to(folder)) for each in pictures.glob("*")) if pictures.is_dir() else []
+    found = sorted(each.relative_to(folder).as_posix() for each in pictures.glob("*")) if pictures.is_dir() else []
     return Run(name, printed, status, time.perf_counter() - start, tuple(found))
 
 

@@ -19,6 +19,7 @@ from kvcache.kernels.threads import get_num_threads
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.sampling.tokenizer_errors import decoded
 from kvcache.support.arguments import short
+from kvcache.support.json_text import json_fault
 
 __all__ = ["IDENTITY", "Certificate", "Row", "identity_of", "machine_of"]
 
@@ -118,8 +119,12 @@ class Certificate:
             if not records:
                 raise ValueError("prompts: expected at least one, got none")
             found = cls(identity, content, tuple(records), tuple(Row(**row) for row in rows))
-        except (UnicodeDecodeError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}: expected a certificate, got {short(str(error))}") from None
+        except KeyError as error:
+            raise ValueError(f"{path}: expected a certificate, got one without {short(error.args[0])}") from None
+        except (AttributeError, TypeError):
+            raise ValueError(f"{path}: expected a certificate, got one with parts of other types") from None
+        except (RecursionError, ValueError) as error:
+            raise ValueError(f"{path}: expected a certificate, got {json_fault(error)}") from None
         told = [each["digest"] for each in prompts]
         if told != [each.digest for each in records] or digest != found.digest:
             raise ValueError(f"{path}: expected the digests of its answers, got others")

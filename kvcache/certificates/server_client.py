@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from kvcache.support.arguments import short
+from kvcache.support.json_text import json_fault
 
 __all__ = ["ServerAnswer", "ServerClient"]
 
@@ -112,8 +113,8 @@ class ServerClient:
         content = self._fetch(form.path, {"model": self.model, **_FIXED, **form.body(prompt)})
         try:
             return _read(content)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise OSError(f"{form.path}: expected an answer of OpenAI's interface, got {short(str(error))}") from None
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+            raise OSError(f"{form.path}: expected an answer of OpenAI's interface, got {short(content)}") from None
 
     def _first_model(self) -> str:
         try:
@@ -135,7 +136,7 @@ class ServerClient:
         except HTTPException as error:
             raise OSError(f"{self.url}: expected an answer of HTTP, got {error!r}") from None
         except (RecursionError, ValueError) as error:
-            raise OSError(f"{path}: expected JSON, got {short(str(error))}") from None
+            raise OSError(f"{path}: expected JSON, got {json_fault(error)}") from None
 
 
 def _is_http(url: str) -> bool:

@@ -15,6 +15,7 @@ from kvcache.networks.files import parse_json
 from kvcache.networks.weights import Progress
 from kvcache.support.arguments import short
 from kvcache.support.descriptors import Replacement
+from kvcache.support.json_text import json_fault
 from kvcache.support.regular_files import write_at
 
 __all__ = ["Conversation", "Messages"]
@@ -123,7 +124,7 @@ class Conversation:
         try:
             content = parse_json(Path(path).expanduser().read_bytes())
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: expected a saved conversation, got no JSON: {error}") from None
+            raise ValueError(f"{path}: expected a saved conversation, got no JSON: {json_fault(error)}") from None
         found = content.get("messages") if isinstance(content, dict) else None
         if not isinstance(found, list) or not all(map(_is_message, found)):
             raise ValueError(f'{path}: expected "messages", each with "role" and "content", got {short(content)}')

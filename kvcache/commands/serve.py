@@ -27,6 +27,7 @@ from kvcache.commands.options import (
     open_engine,
 )
 from kvcache.commands.shared_tiers import add_tiers, check_tiers, open_tiers
+from kvcache.engine.template_sandbox import compiled
 from kvcache.prefix.events.kv_events import KvEvents
 from kvcache.sampling.dialects.dialect_table import DIALECTS, dialect_of
 from kvcache.serving.batch import BatchEngine
@@ -127,7 +128,8 @@ def serve(
     try:
         make_app, kinds, exporting, process = server()
     except ImportError as error:
-        raise ImportError(f"serve needs starlette and uvicorn: pip install 'kvcache-cpu[serve]' ({error})") from None
+        told = f"serve needs starlette, uvicorn and tokenizers: pip install 'kvcache-cpu[serve]' ({error})"
+        raise ImportError(told) from None
     host, keys, tables = options.host, None, options.tables or [options]
     if options.api_keys is not None or VARIABLE in os.environ:
         file = options.api_keys
@@ -135,6 +137,10 @@ def serve(
     elif not is_loopback(host):
         raise ValueError(f"host: expected a loopback address, or --api-keys beside it, got {host}")
     _check(options, tables)
+    try:
+        compiled("")
+    except ImportError as error:
+        note(f"serving completions and no chats: {error}")
     telemetry = exporting() if options.otel else None
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     capacity = process.capacity()

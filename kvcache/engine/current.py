@@ -253,7 +253,8 @@ class CurrentText:
             tokens, logits = np.concatenate([text.tokens[start:pos], tokens]), "last"
         if start == text.computed and not self._needs_fork(end):
             return self._run_in_place(tokens, start, regime, logits)
-        if start < text.computed and not self._has_room_beside(start, end - start):
+        if start < text.computed and not self.pool.has_room(text, start, end - start, beside=True):
+            self.pool.expect_room(text, start, end - start, beside=False)
             self.pool.cut(text, start)
             text.num_tokens, text.is_known = start, text.is_known or not start
             self.version += 1
@@ -304,27 +305,8 @@ class CurrentText:
 
     def _needs_fork(self, end: int) -> bool:
         """Whether a failure would lose something; where there is no room for a fork, f16 rows stay packed then."""
-        text = self.text
-        if not self.pool.loses(text, end, self.chunk):
-            return False
-        try:
-            self.pool.expect_room(text, text.computed, end - text.computed, beside=True)
-        except OutOfMemoryError:
-            return False
-        return True
-
-    def _has_room_beside(self, pos: int, count: int) -> bool:
-        """Whether `count` tokens fit from `pos` on, while a fork keeps the old ones.
-
-        Raises:
-            OutOfMemoryError: they do not fit even if the old ones are dropped.
-        """
-        try:
-            self.pool.expect_room(self.text, pos, count, beside=True)
-        except OutOfMemoryError:
-            self.pool.expect_room(self.text, pos, count, beside=False)
-            return False
-        return True
+        text, count = self.text, end - self.text.computed
+        return self.pool.loses(text, end, self.chunk) and self.pool.has_room(text, text.computed, count, beside=True)
 
     def _run_in_place(self, tokens: Tokens, pos: int, regime: int, logits: Logits) -> Float32:
         text = self.text

@@ -11,6 +11,7 @@ from urllib.parse import unquote
 
 from kvcache.errors import GrammarError
 from kvcache.support.arguments import as_instance, short
+from kvcache.support.json_text import json_fault
 
 __all__ = ["Grammar", "json_object", "json_schema", "lark", "regex"]
 
@@ -95,7 +96,7 @@ def json_schema(schema: Any, *, strict: bool = True, whitespace: str = _SPACES) 
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise GrammarError(f"grammar: expected a JSON schema, got an error: {short(str(error))}") from None
+        raise GrammarError(f"grammar: expected a JSON schema, got an error: {json_fault(error)}") from None
     return Grammar("json_schema", text, strict, whitespace)
 
 
@@ -140,7 +141,7 @@ def _check_schema(text: str) -> None:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise GrammarError(f"grammar: expected a JSON schema, got an error: {short(str(error))}") from None
+        raise GrammarError(f"grammar: expected a JSON schema, got an error: {json_fault(error)}") from None
     if not isinstance(schema, (dict, bool)):
         raise GrammarError(f"grammar: expected a JSON schema, a dict or a bool, got {short(schema)}")
     members = patterns = references = depth = 0

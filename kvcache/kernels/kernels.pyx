@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 from kvcache.support.arguments import as_count, spelled
 from kvcache.support.cpus import available_cpus, has_quota
+from kvcache.support.shared_numbers cimport shared_int32
 
 cdef extern from "kvc_functions.h" nogil:
     double kvc_exp(double x) noexcept
@@ -150,6 +151,12 @@ cdef extern from "kvc_spill.h" nogil:
     const char *kvc_spill_check(kvc_spill *spill) noexcept
     int kvc_spill_state(kvc_spill *spill, int32_t layer, int32_t block) noexcept
 
+cdef extern from *:
+    """
+    typedef const kvc_kernels *_Atomic kvc_shared_level;
+    """
+    ctypedef const kvc_kernels *shared_level "kvc_shared_level"    # as numbers of kvc_shared.h
+
 cdef extern from "kvc_threads.h" nogil:
     void kvc_run_items(int64_t count, int num_threads, kvc_item_fn *item, void *context) noexcept
     void kvc_spin_little(int little) noexcept
@@ -168,10 +175,10 @@ FORMATS = {line.name: line for line in map(_format, range(KVC_NUM_FORMATS))}
 cdef list _NAMES = list(FORMATS)
 cdef object MAX_THREADS = 1024
 
-# The state of the process: the level in use, and how many threads a call may use.
-cdef const kvc_kernels *_active = NULL
+# The state of the process: the level in use, and how many threads a call may use. A call reads each once.
+cdef shared_level _active = NULL
 cdef dict _bf16_rows = {}    # of each level that was asked: the system may permit tiles later, and bits would change
-cdef int _threads = min(MAX_THREADS, available_cpus())
+cdef shared_int32 _threads = min(MAX_THREADS, available_cpus())
 
 
 # ---- For Cython: see kernels/kernels.pxd.
@@ -567,7 +574,11 @@ cdef int _use_level(object level, str what) except -1:
 
 @contextmanager
 def use_simd(level):
-    """Inside the `with` block the whole process runs the kernels of `level`."""
+    """Inside the `with` block the whole process runs the kernels of `level`.
+
+    A call that runs ends with the level that it began with. Blocks of several threads must not overlap: the last one
+    to end restores the level that it found.
+    """
     before = simd_level()
     _use_level(level, "level")
     try:
@@ -582,7 +593,10 @@ def get_num_threads():
 
 
 def set_num_threads(n):
-    """Let one call use at most `n` threads, 1 to 1024. By default as many as CPUs that the process may use."""
+    """Let one call use at most `n` threads, 1 to 1024. By default as many as CPUs that the process may use.
+
+    It is a number of the whole process; a call that runs keeps the one that it began with.
+    """
     global _threads
     _threads = as_count(n, "n", 1, MAX_THREADS)
 

@@ -9,6 +9,7 @@ from typing import Any
 from kvcache.errors import CheckpointError
 from kvcache.support.arguments import short
 from kvcache.support.descriptors import File
+from kvcache.support.json_text import json_fault
 from kvcache.support.regular_files import open_regular, read_at
 
 __all__ = [
@@ -62,7 +63,7 @@ def json_object(path: Path, data: bytes | bytearray, *, infinity: bool = False) 
     try:
         content = parse_json(data, infinity=infinity)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: expected valid JSON, got {error}") from None
+        raise CheckpointError(f"{path}: expected valid JSON, got {json_fault(error)}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(content).__name__}")
     return content

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from kvcache.errors import CheckpointError
 from kvcache.networks.files import MAX_JSON_BYTES, open_file, parse_json
 from kvcache.support.arguments import short
+from kvcache.support.json_text import json_fault
 from kvcache.support.regular_files import file_version, read_part
 
 __all__ = ["SafetensorsFile", "TensorInfo"]
@@ -136,7 +137,7 @@ def _parse(header: bytearray, data_start: int, file_size: int, path: Path) -> di
     try:
         entries = parse_json(header)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: header: expected valid JSON, got {error}") from None
+        raise CheckpointError(f"{path}: header: expected valid JSON, got {json_fault(error)}") from None
     if not isinstance(entries, dict):
         raise CheckpointError(f"{path}: header: expected a JSON object, got {type(entries).__name__}")
     metadata = entries.pop("__metadata__", {})

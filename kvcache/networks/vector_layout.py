@@ -22,6 +22,7 @@ from kvcache.kernels.matrix import Matrix
 from kvcache.networks.files import MAX_CONFIG_BYTES, parse_json, read_file, read_json
 from kvcache.networks.safetensors import SafetensorsFile
 from kvcache.support.arguments import short
+from kvcache.support.json_text import json_fault
 
 __all__ = ["GGUF_TENSORS", "Dense", "VectorLayout"]
 
@@ -202,7 +203,7 @@ def _modules(path: Path) -> list[tuple[str, str]]:
     try:
         found = parse_json(read_file(path, MAX_CONFIG_BYTES))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: expected valid JSON, got {error}") from None
+        raise CheckpointError(f"{path}: expected valid JSON, got {json_fault(error)}") from None
     if not isinstance(found, list):
         raise CheckpointError(f"{path}: expected a list of modules, got {type(found).__name__}")
     return [_module(path, each) for each in found]

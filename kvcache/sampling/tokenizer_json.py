@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from kvcache.errors import CheckpointError
 from kvcache.support.arguments import short
+from kvcache.support.json_text import json_fault
 
 __all__ = ["check_tokenizer_json"]
 
@@ -43,7 +44,7 @@ def check_tokenizer_json(path: Path, data: bytes) -> None:
     try:
         content = json.loads(data, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: expected JSON, got an error: {short(str(error))}") from None
+        raise CheckpointError(f"{path}: expected JSON, got an error: {json_fault(error)}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: expected an object, got {short(content)}")
     _check_model(path, content.get("model"))

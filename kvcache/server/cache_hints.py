@@ -73,7 +73,7 @@ def cache_hints_of(found: Mapping[str, Any]) -> CacheHints:
         endpoint = next((path for path, name in _TEXTS.items() if name in body), None)
         if endpoint is None:
             raise ValueError("messages: expected messages, input or a prompt, got none")
-    elif endpoint not in _TEXTS:
+    elif not isinstance(endpoint, str) or endpoint not in _TEXTS:
         raise ValueError(f"endpoint: expected one of {', '.join(_TEXTS)}, got {short(endpoint)}")
     bodies, message, actions = [body], None, list[Action]()
     if (branches := said["branches"]) is not None:

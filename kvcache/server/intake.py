@@ -22,8 +22,8 @@ from kvcache.server.models import Models
 from kvcache.server.refusals import BodyError
 from kvcache.server.served_model import Answer, Prepared, ServedModel
 from kvcache.server.vector_bodies import VectorAnswer, VectorBody
-from kvcache.support.arguments import as_instance, short
-from kvcache.support.json_text import TooManyNested, read_json_text
+from kvcache.support.arguments import as_instance
+from kvcache.support.json_text import TooManyNested, json_fault, read_json_text
 
 __all__ = ["Intake", "json_of"]
 
@@ -39,7 +39,7 @@ def json_of(data: bytes | bytearray) -> dict[str, Any]:
     except TooManyNested as error:
         raise BodyError(f"body: {error}", "array_above_max_length") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"body: expected JSON, got an error: {short(str(error))}") from None
+        raise ValueError(f"body: expected JSON, got an error: {json_fault(error)}") from None
 
 
 class _Waiting(NamedTuple):

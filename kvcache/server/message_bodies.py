@@ -214,7 +214,7 @@ def _choice(choice: Any) -> tuple[ToolChoice, bool]:
     kind = as_instance(choice, dict, "tool_choice").get("type")
     if kind == "tool":
         found = ToolChoice("required", frozenset([function_name(choice.get("name"), "tool_choice")]))
-    elif kind in _CHOICES:
+    elif isinstance(kind, str) and kind in _CHOICES:
         found = _CHOICES[kind]
     else:
         raise ValueError(f"tool_choice: expected the type auto, any, tool or none, got {short(kind)}")

@@ -22,7 +22,7 @@ logger = logging.getLogger("kvcache")
 CONTEXT = "context_length_exceeded"
 _STATUSES: dict[type[Exception], int] = {  # of what may be raised before a request runs
     QueueFullError: 429, InvalidOperationError: 503, CheckpointError: 500, OutOfMemoryError: 400, TypeError: 400,
-    ValueError: 400,
+    ValueError: 400, ImportError: 501,  # which names the extra that this server lacks
 }
 REFUSED = (*_STATUSES, HTTPException)
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}

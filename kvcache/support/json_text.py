@@ -9,13 +9,21 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-__all__ = ["MAX_NESTED", "TooManyNested", "begun_object", "read_json_text"]
+__all__ = ["MAX_NESTED", "TooManyNested", "begun_object", "json_fault", "read_json_text"]
 
 MAX_NESTED = 1 << 16  # lists and objects of a large text
 _LARGE = 1 << 16  # bytes of JSON, which take the scanner in C a few milliseconds
 # A text up to its end or to a half escape, and whether it has ended; or a sign.
 _PIECE = re.compile(r'"(?:[^"\\]+|\\[^u]|\\u[0-9a-fA-F]{4})*("?)|[{}\[\],:]', re.DOTALL)
 _HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")  # of a character beyond U+FFFF
+
+
+# The kind of an error, a part of its words, and what is said in their place.
+_FAULTS: tuple[tuple[type[Exception], str, Callable[[Any], str]], ...] = (
+    (UnicodeDecodeError, "", lambda error: f"bytes that are no {error.encoding}, from byte {error.start} on"),
+    (RecursionError, "", lambda error: "too many lists and objects within one another"),
+    (ValueError, "int_max_str_digits", lambda error: "a number of too many digits"),
+)
 
 
 class TooManyNested(ValueError):
@@ -30,6 +38,16 @@ def read_json_text(data: str | bytes | bytearray) -> Any:
         ValueError, RecursionError: no JSON.
     """
     return json.loads(data, cls=_Patient if len(data) > _LARGE else None)
+
+
+def json_fault(error: Exception) -> str:
+    """The fault of a text that is no JSON, for the end of a message; no words of Python about its own limits.
+
+    Args:
+        error: that a reader of JSON raised.
+    """
+    said = str(error)
+    return next((tell(error) for kind, part, tell in _FAULTS if isinstance(error, kind) and part in said), said)
 
 
 def begun_object(text: str, *, whole: bool = False) -> dict[str, Any] | None:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.memory import total
-from kvcache.errors import InvalidOperationError
+from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.networks.protocols import Attend, Float32, IndexRows
 from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.texts.block_index import CachedStart, PartStart
@@ -261,6 +261,14 @@ class Pool:
         """
         for i, group in enumerate(self.groups):
             group.expect_room(text, i, pos, count, beside)
+
+    def has_room(self, text: Text, pos: int, count: int, beside: bool) -> bool:
+        """Whether a text that is cut to `pos` has room for `count` more tokens; as `expect_room`, it makes room."""
+        try:
+            self.expect_room(text, pos, count, beside)
+        except OutOfMemoryError:
+            return False
+        return True
 
     def loses(self, text: Text, end: int, chunk: int) -> bool:
         """Whether running a text up to `end`, in chunks, drops what a rollback to `text.computed` needs."""

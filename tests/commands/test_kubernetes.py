@@ -211,4 +211,4 @@ def test_the_commands_of_the_guide():
     assert options.kv_events_unsalted
     extras = re.search(r"pip install '\.\[(.*?)\]'", text)[1].split(",")
     assert set(extras) <= set(re.findall(r"(?m)^(\w+) = \[", (PROJECT / "pyproject.toml").read_text()))
-    assert ["kubectl", "apply", "-f", str(FILE.relative_to(PROJECT))] in commands
+    assert ["kubectl", "apply", "-f", FILE.relative_to(PROJECT).as_posix()] in commands

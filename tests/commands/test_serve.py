@@ -16,6 +16,7 @@ from posix_modules import needs_posix
 from kvcache.__main__ import main
 from kvcache.commands.options import default_sizes, name_of
 from kvcache.demo import DIRECTORY
+from kvcache.engine import template_sandbox
 from kvcache.support.machine_memory import MachineMemory
 
 pytest.importorskip("uvicorn")
@@ -88,11 +89,26 @@ def test_what_the_command_refuses(capsys, monkeypatch):
     monkeypatch.setenv("KVCACHE_API_KEYS", "")
     assert main(["serve", "--host", "0.0.0.0"]) == 2
     assert "--api-keys: expected at least one key" in capsys.readouterr().err
-    monkeypatch.delitem(sys.modules, "kvcache.server.process")
-    monkeypatch.delattr("kvcache.server.process")
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert main(["serve"]) == 2
-    assert "kvcache-cpu[serve]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("package", "extra", "arguments"), [
+    ("tokenizers", "serve", []), ("uvicorn", "serve", []), ("opentelemetry", "otel", ["--otel"]),
+    ("redis", "redis", ["--redis", "redis://127.0.0.1:1/0", "--tier-secret", "secret"]),
+    ("obstore", "objects", ["--object-store", "memory:///", "--tier-secret", "secret"]),
+    ("zmq", "cluster", ["--kv-events", "tcp://127.0.0.1:*"]),
+    ("msgspec", "cluster", ["--kv-events", "tcp://127.0.0.1:*"]),
+])
+def test_an_absent_package_is_told_with_its_extra(package, extra, arguments, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "secret").write_text("s" * 32)
+    for module in ("kvcache.server.process", *(name for name in sys.modules if name.startswith(f"{package}."))):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.delattr("kvcache.server.process", raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main(["serve", "--port", "0", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"pip install 'kvcache-cpu[{extra}]'" in error
 
 
 @needs_posix
@@ -118,6 +134,17 @@ def served(monkeypatch):
     monkeypatch.setattr("kvcache.server.app.make_app", make_app)
     monkeypatch.setattr("kvcache.server.process.run", lambda *arguments: None)
     return found
+
+
+def test_without_jinja2_it_says_at_once_that_chats_are_refused(served, capsys, monkeypatch):
+    assert main(["serve", "--port", "0"]) == 0
+    assert "chats" not in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    template_sandbox._compiled_or_refused.cache_clear()
+    assert main(["serve", "--port", "0"]) == 0
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first.startswith("serving completions and no chats: a chat template needs the package jinja2, 3.1.6 or")
+    assert len(served) == 2
 
 
 def test_the_default_cache_is_as_large_as_contexts_and_memory_allow(served, capsys, monkeypatch):

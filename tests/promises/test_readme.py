@@ -15,7 +15,7 @@ from kvcache.support.exclusions import EXCLUSIONS, FEATURES
 pytestmark = pytest.mark.one_build
 NAMES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "bench/README.md")
 FOLDERS = (PROJECT / "kvcache" / "guides", PROJECT / "bench" / "pages", PROJECT / "tests" / "support")
-PAGES = sorted(str(path.relative_to(PROJECT)) for folder in FOLDERS for path in folder.glob("*.md"))
+PAGES = sorted(path.relative_to(PROJECT).as_posix() for folder in FOLDERS for path in folder.glob("*.md"))
 DOCUMENTS = {name: (PROJECT / name).read_text(encoding="utf-8") for name in (*NAMES, *PAGES)}
 EXAMPLES = [
     (name, example)
@@ -37,7 +37,8 @@ def test_the_map_of_the_helpers_is_complete():
     files = [(room.split()[0].replace("Helpers", ""), re.findall(r"(?m)^\| `(.+?)` \|", room)) for room in rooms]
     named = {folder + file for folder, names in files for file in names}
     support = PROJECT / "tests" / "support"
-    assert named == {str(path.relative_to(support)) for kind in ("py", "c") for path in support.rglob(f"*.{kind}")}
+    files = [path for kind in ("py", "c") for path in support.rglob(f"*.{kind}")]
+    assert named == {path.relative_to(support).as_posix() for path in files}
 
 
 def test_the_index_of_the_guides_has_all_of_them_in_one_order():
@@ -105,15 +106,30 @@ def test_every_picture_is_on_a_page():
 
 def test_the_figures_of_the_readme_are_those_of_the_benches():
     """Each row of its table has the figures, the CPU and the commit of one row of bench/README.md."""
-    row = r"(?m)^\| .+? \| ([\d.]+ (?:ms|tokens/s)) \| (.+?) \| `python -m bench (\w+).+?` \| (\w+), (\w+) \|$"
+    row = r"(?m)^\| .+? \| ([\d.]+ (?:ms|tokens/s)(?:, [\d.]+ s)?) \| (.+?) \| `python -m bench (\w+).+?` "
+    row += r"\| (\w+), (\w+) \|$"
     rows, lines = re.findall(row, DOCUMENTS["README.md"]), DOCUMENTS["bench/README.md"].splitlines()
-    assert len(rows) == 3
+    table = DOCUMENTS["README.md"].partition("| two threads")[2].partition("\n\n")[0]
+    assert len(rows) == len(table.splitlines()) - 2 >= 3
     for ours, beside, bench, cpu, commit in rows:
         letter = {"Genoa": "A", "Turin": "B"}[cpu]
         ending = f"| {letter}, {commit} | [{bench}](pages/{bench}.md) |"
         (found,) = (line for line in lines if f"| {ours} |" in line and ending in line)
         for figure in re.findall(r"(?<![\w.-])\d[\d.]*(?![\w.])", re.sub(r"PyTorch [\d.]+|f32", "", beside)):
             assert re.search(rf"(?<![\d.]){re.escape(figure)}(?:x| |,)", found), figure
+
+
+def test_the_guides_import_what_is_promised():
+    """Each name comes from a module whose names stay within a minor version, or is named itself."""
+    (row,) = re.findall(r"(?m)^\| names in `kvcache.__all__`.*$", DOCUMENTS["kvcache/guides/upgrading.md"])
+    promised, imported = {*re.findall(r"`([\w.]+?)(?:\.__all__)?`", row)}, 0
+    for name, text in DOCUMENTS.items():
+        if not name.startswith(("README", "kvcache/guides")):
+            continue
+        for module, names in re.findall(r"(?m)^ *from (kvcache[\w.]*) import ([\w, ]+)", text):
+            imported += 1
+            assert module in promised or {*names.replace(" ", "").split(",")} <= promised, (name, module, names)
+    assert imported > 50
 
 
 @pytest.mark.parametrize(("document", "most"), [("README.md", 150), ("CHANGELOG.md", 100), ("SECURITY.md", 60)])

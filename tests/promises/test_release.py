@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -70,6 +71,27 @@ def test_every_command_of_the_workflow_is_there(jobs):
     files = [path for command in commands for path in re.findall(r"\.ci/[\w-]+", command)]
     assert set(files) == {".ci/wheels", ".ci/test-wheel"}
     assert all(os.access(PROJECT / path, os.X_OK) for path in files)
+
+
+def test_the_package_links_to_the_pages_of_its_repository(jobs, tmp_path):
+    """The workflow says where that is; a build that nobody tells has no links."""
+    pytest.importorskip("Cython", reason="setup.py needs it")
+    (step,) = [step for step in jobs["build"]["steps"] if step.get("run") == ".ci/wheels dist"]
+    assert step["env"] == {"KVCACHE_REPOSITORY": "${{ github.server_url }}/${{ github.repository }}"}
+    for repository in ("", "https://example.org/a/b"):
+        settings = os.environ | {"KVCACHE_REPOSITORY": repository, "KVCACHE_LEVELS": "scalar"}
+        command = [sys.executable, "setup.py", "-q", "dist_info", "--output-dir", str(tmp_path)]
+        subprocess.run(command, cwd=PROJECT, env=settings, check=True, capture_output=True)
+        (metadata,) = tmp_path.glob("*.dist-info/METADATA")
+        links = dict(re.findall(r"(?m)^Project-URL: (\w+), (\S+)$", metadata.read_text(encoding="utf-8")))
+        assert bool(links) == bool(repository)
+        shutil.rmtree(metadata.parent)
+    assert {"Source", "Documentation", "Changelog", "Issues", "Security"} <= {*links}
+    assert links["Source"] == repository
+    for link in links.values():
+        base, _, path = link.partition("/blob/HEAD/")
+        assert base.startswith(repository)
+        assert (PROJECT / path).exists(), link
 
 
 def test_a_tag_of_a_version_starts_it(jobs):

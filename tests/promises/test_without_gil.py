@@ -18,11 +18,17 @@ from kvcache import (
     PagedKvCache,
     PrefixCache,
     SamplingParams,
+    get_num_threads,
+    set_num_threads,
+    simd_level,
+    simd_levels,
+    use_simd,
 )
 from kvcache.core.locks import CallLock
 from kvcache.demo import DIRECTORY
 from kvcache.engine.turns import Turns
 from kvcache.kernels.layers import rms_norm
+from kvcache.kernels.matrix import Matrix
 from kvcache.paged.seq_ids import as_seq_ids
 from kvcache.prefix.index.event_buffer import KINDS
 from kvcache.serving.request import Pending
@@ -74,6 +80,32 @@ def test_locks_have_an_order_each():
     orders = []
     together(lambda _: orders.extend([CallLock().order for _ in range(500)]))
     assert len({*orders}) == len(orders)
+
+
+def test_level_and_number_of_threads_change_while_others_compute():
+    """A call keeps what it began with, and each level has the same bits."""
+    rows, weight = np.random.default_rng(0).standard_normal((64, 257)).astype(np.float32), np.ones(257, np.float32)
+    matrix, before = Matrix(64, 257, "q8_0"), (simd_level(), get_num_threads())
+    matrix.put(0, rows)
+
+    def compute():
+        return matrix.multiply(rms_norm(rows, weight, 1e-6))
+
+    def work(number):
+        for i in range(50):
+            if number:
+                assert compute().tobytes() == expected
+                assert get_num_threads() in (before[1], 1, 2, 3)
+            else:
+                with use_simd(simd_levels()[i % len(simd_levels())]):
+                    set_num_threads(1 + i % 3)
+
+    expected = compute().tobytes()
+    try:
+        together(work)
+    finally:
+        set_num_threads(before[1])
+    assert simd_level() == before[0]
 
 
 def test_turns_of_many_threads():

@@ -124,7 +124,7 @@ def test_a_file_of_a_budget_with_fewer_formats_to_choose_from(tmp_path, network,
     for options in ({}, {"key_dtype": "q8", "value_dtype": "q5"}):  # which is the same for all layers
         other = engine(network, **options, calibrate=known if options else False)
         other.generate(text, SHORT)
-        other.save(path)
+        other.save(path := tmp_path / f"{other.inner.cache.key_dtype}_cache")
         assert PrefixCache.saved_formats(path) == {"key_dtype": "f32", "value_dtype": "f32"} | options
     with pytest.raises(SnapshotError, match=r"cache: expected formats q.*, got one for all layers"):
         now.load(path)

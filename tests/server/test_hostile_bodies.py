@@ -1,6 +1,8 @@
 """Bodies of any shape: they become tokens, or are refused by a message; nothing else happens."""
 
+import copy
 import json
+from functools import partial
 
 import pytest
 from http_servers import MODEL, Served, answer, post, tiny_file
@@ -15,6 +17,8 @@ from kvcache.server.fingerprints import Fingerprints
 from kvcache.server.message_bodies import MESSAGES, asked_of_message
 from kvcache.server.prompts import Prompts
 from kvcache.server.response_bodies import RESPONSES, asked_of_response
+from kvcache.server.served_model import ServedModel
+from kvcache.server.vector_bodies import RERANK
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.one_build]
 
@@ -149,3 +153,91 @@ def test_deep_values_are_refused(tmp_path, levels):
             data = json.dumps({"model": MODEL, "max_tokens" if "chat" in path else "top_p": 1, **body}).encode()
             status, found = answer(served.connect(post(data, path)))
             assert status == 400 or (status == 200 and levels == 90), found
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x"]}, "b": {"type": ["integer", "null"]}}, "required": ["a"]}
+FUNCTION = {"name": "f", "parameters": SCHEMA, "strict": True}
+FORM = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
+HINTS = [
+    {"action_type": "prefetch", "payload": {"resume_in": 2, "ttl": "5m"}},
+    {"action_type": "demote", "payload": {"after": 1}},
+]
+BLOCKS = [
+    {"type": "document", "title": "t", "source": {"type": "text", "media_type": "text/plain", "data": "x"}},
+    {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "tool_reference", "tool_name": "f"}]},
+    {"type": "text", "text": "x", "cache_control": {"type": "ephemeral", "ttl": "5m"}},
+]
+ITEMS = [
+    {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "x"}]},
+    {"type": "local_shell_call", "call_id": "2", "action": {"type": "exec", "command": ["ls"]}},
+    {"type": "tool_search_output", "tools": [{"type": "function", **FUNCTION}]},
+    {"role": "user", "content": [{"type": "input_text", "text": "x\n", "segment": True}]},
+    {"role": "user", "content": "x"},
+]
+TALK = [
+    {"role": "user", "content": [{"type": "file", "file": {"file_data": "x", "filename": "x"}}]},
+    {"role": "assistant", "content": "x", "reasoning_content": "x", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "content": "x"},
+]
+WHOLE = [  # a method of ServedModel, and a body that it takes
+    (partial(ServedModel.complete, chat=True), {
+        "messages": TALK, "tools": [TOOL], "context_management": {"edits": [CLEARING]}, "max_tokens": 1, "stop": ["x"],
+        "logit_bias": {"5": 1}, "thinking": {"type": "enabled"}, "prompt_cache_options": {"ttl": "5m"},
+        "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL]}},
+    }),
+    (partial(ServedModel.complete, chat=True), {
+        "messages": TALK[:1], "max_tokens": 1, "response_format": {"type": "json_schema", "json_schema": FORM},
+    }),
+    (partial(ServedModel.complete, chat=False), {"prompt": [[1, 2], [3]], "max_tokens": 1, "stop_token_ids": [3]}),
+    (ServedModel.message, {
+        "messages": [{"role": "user", "content": BLOCKS}], "max_tokens": 1, "tool_choice": {"type": "auto"},
+        "tools": [{"name": "f", "input_schema": SCHEMA}], "system": BLOCKS[2:], "thinking": {"type": "disabled"},
+        "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+        "diagnostics": {"previous_message_id": None},
+    }),
+    (ServedModel.respond, {
+        "input": ITEMS, "max_output_tokens": 1, "text": {"format": FORM}, "reasoning": {"effort": "low"},
+        "tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function", **FUNCTION}]}],
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
+    }),
+    (ServedModel.hint, {
+        "messages": TALK[:1], "branches": [TALK[1:]], "endpoint": "/v1/chat/completions",
+        "kv_hints": {"actions": HINTS},
+        "nvext": {"cache_control": {"type": "ephemeral", "ttl": "5m"}, "agent_hints": {"speculative_prefill": False}},
+    }),
+    (ServedModel.embed, {"input": ["x"], "encoding_format": "float", "dimensions": 8}),
+    (lambda served, body, space: checked(body, RERANK, ("model", "query", "documents")), {
+        "query": "x", "documents": ["x", {"text": "x"}], "top_n": 1,
+    }),  # this tokenizer has no token that a reranker needs
+    (ServedModel.tokenize, {"messages": TALK}), (ServedModel.detokenize, {"tokens": [1]}),
+]
+
+
+def places(value, path=()):
+    """The path of each value within a body."""
+    if path:
+        yield path
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield from places(value[key], (*path, key))
+
+
+@pytest.mark.parametrize("number", range(len(WHOLE)))
+@pytest.mark.parametrize("wrong", [None, -1, 10**30, "\ud800", [], [[]], {}, {"type": []}, [{"type": {}}]])
+def test_what_is_wrong_at_any_place_of_a_body_has_a_name(prompts, number, wrong):
+    ask, body = WHOLE[number]
+    body = {"model": MODEL, **body}
+    served = ServedModel(prompts._engine, MODEL, pooling="mean")
+    ask(served, copy.deepcopy(body), None)
+    for path in places(body):
+        changed = copy.deepcopy(body)
+        owner = changed
+        for key in path[:-1]:
+            owner = owner[key]
+        owner[path[-1]] = wrong
+        try:
+            ask(served, changed, None)
+        except (TypeError, ValueError, HTTPException) as error:
+            name, found, _ = str(getattr(error, "detail", error)).partition(": expected")
+            assert found, (path, error)
+            assert " " not in name, (path, error)

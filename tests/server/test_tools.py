@@ -219,13 +219,21 @@ def test_the_dialect_may_be_named(tmp_path):
 
 
 def test_completions_need_no_package_of_templates(tmp_path, monkeypatch):
+    """Routes that need it answer an error of their interface, which names the extra."""
     monkeypatch.setitem(sys.modules, "jinja2", None)
     template_sandbox._compiled_or_refused.cache_clear()
     with Served(tiny_file(tmp_path, TEMPLATE)) as served:
         served.say(SAID)
         assert served.client().completions.create(model=MODEL, prompt="x", max_tokens=1).choices
-        with pytest.raises(openai.InternalServerError):
-            ask(served, SAID)
+        for path, body in (
+            ("chat/completions", {"messages": TALK, "tools": [TOOL]}), ("responses", {"input": "x"}),
+            ("chat/completions", {"messages": TALK, "stream": True}), ("chat/completions/render", {"messages": TALK}),
+            ("messages", {"messages": TALK, "max_tokens": 1}), ("messages/count_tokens", {"messages": TALK}),
+        ):
+            status, text = answer(served.connect(post(json.dumps(body | {"model": MODEL}).encode(), f"/v1/{path}")))
+            error = json.loads(text)["error"]
+            assert (status, error["type"]) == (501, "api_error" if path.startswith("messages") else "server_error")
+            assert error["message"].endswith("the package jinja2, 3.1.6 or later: pip install 'kvcache-cpu[text]'")
 
 
 def test_silent_streams_say_that_they_live(served, monkeypatch):

@@ -55,7 +55,8 @@ def _answers(folder, name, checkpoint, options):
     model = Transformer.from_pretrained(seeded(checkpoint) if isinstance(checkpoint, str) else checkpoint)
     tokens = np.random.PCG64(7).random_raw(LENGTH) % 250 % model.config.vocab_size
     path, answers = folder / f"{name}.saved", []
-    with Tiers([DirectoryTier(folder / "tier", "1GiB")], secret=bytes(32), after_uses=1, head_start=60) as tiers:
+    tier = DirectoryTier(folder / "tier", "1GiB", secret=bytes(32))  # on Windows it needs one of its own
+    with Tiers([tier], secret=bytes(32), after_uses=1, head_start=60) as tiers:
         tiered = PrefixCachedEngine(InferenceEngine(model, **options), 64, tiers=tiers, strict=True)
         answers.append(_answer(tiered, tokens))
         assert tiers.flush(60)

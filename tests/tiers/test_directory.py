@@ -163,6 +163,7 @@ def small_disk(folder):
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
+@needs_posix
 def test_disks_that_are_really_full(tmp_path, network):
     """Answers are those without a tier, values that were stored stay whole, and no part of another one is left."""
     disks = [(small_files, errno.EFBIG)]
