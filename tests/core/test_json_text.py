@@ -10,7 +10,6 @@ from kvcache.errors import CheckpointError
 from kvcache.grammar import json_schema
 from kvcache.networks.files import json_object
 from kvcache.sampling.tokenizer_json import check_tokenizer_json
-from kvcache.server.intake import json_of
 
 BROKEN = [
     (b'{"a": "\xe9"}', "bytes that are no utf-8, from byte 7 on"),
@@ -21,12 +20,19 @@ BROKEN = [
 ]
 
 
+def read_body(path):
+    pytest.importorskip("starlette", reason="a server needs it")
+    from kvcache.server.intake import json_of
+
+    json_of(path.read_bytes())
+
+
 def read_conversation(path):
     Conversation.load(Conversation.__new__(Conversation), path)
 
 
 READERS = {
-    "body": lambda path: json_of(path.read_bytes()),
+    "body": read_body,
     "config": lambda path: json_object(path, path.read_bytes()),
     "tokenizer": lambda path: check_tokenizer_json(path, path.read_bytes()),
     "conversation": read_conversation,
