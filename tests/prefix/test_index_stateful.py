@@ -196,7 +196,8 @@ class IndexMachine(RuleBasedStateMachine):
         if not text:
             return []
         while following := below(text):  # what alone continues it
-            if len(following) > 1 or following[0][1][: len(tokens)] != tokens:
+            following = [page for page in following if page[1][: len(tokens)] == tokens]
+            if len(following) != 1:
                 return []
             text = following[0][1]
         found = []
