@@ -5,12 +5,12 @@ import os
 import random
 import re
 import signal
-import socket
 import time
 
 import pytest
 from contents import state
 from posix_modules import fcntl, needs_posix, resource
+from special_files import SPECIAL
 
 from kvcache import PrefixCacheConfig, PrefixKvCache
 from kvcache.support.descriptors import Replacement
@@ -269,25 +269,6 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     (tmp_path / ".cache.01234567.tmp").touch()
     cache_of(1).save(tmp_path / "cache")
     assert sorted(os.listdir(tmp_path)) == [".cache.01234567.tmp", "cache"]
-
-
-def bind(path):
-    here = os.getcwd()
-    os.chdir(path.parent)  # the name of a socket is short
-    try:
-        with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(path.name)
-    finally:
-        os.chdir(here)
-
-
-SPECIAL = {
-    "a FIFO": lambda path: os.mkfifo(path),
-    "a directory": os.mkdir,
-    "a socket": bind,
-    "a device": lambda path: path.symlink_to("/dev/null"),
-    "a symbolic link": lambda path: path.symlink_to(path.name),
-}
 
 
 @needs_posix

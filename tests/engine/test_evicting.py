@@ -5,7 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from engines import GREEDY
-from evicting_engines import H2O, POLICIES, PROMPT, assert_bounded, assert_same, layers, make, state, stored_as
+from evicting_engines import (
+    H2O,
+    POLICIES,
+    PROMPT,
+    assert_bounded,
+    assert_same,
+    assert_same_steps,
+    layers,
+    make,
+    state,
+    stored_as,
+)
 from oracles.evicting import DenseEvictingEngine
 from places import GOLDEN
 
@@ -28,14 +39,7 @@ def test_same_survivors_and_logits(network, policies, block_size, chunk):
     policy, naive = policies
     engine = make(network, policy, block_size=block_size, prefill_chunk=chunk)
     twin = DenseEvictingEngine(network, naive, 16, chunk)
-    logits, expected = engine.prefill_from_pos(PROMPT, 0), twin.extend(PROMPT)[-1]
-    for _ in range(40):
-        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
-        for layer in layers(engine):
-            assert engine.kept_positions(layer).tolist() == twin.positions(layer)
-        assert_bounded(engine)
-        token = int(np.argmax(logits))
-        logits, expected = engine.decode_step(token, engine.num_tokens), twin.extend([token])[-1]
+    assert_same_steps(engine, twin, 40)
     assert engine.num_tokens == 110
     engine.check()
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from evicting_engines import H2O, PROMPT, assert_bounded, assert_same, layers, make, state
+from evicting_engines import H2O, PROMPT, assert_same, assert_same_steps, layers, make, state
 from oracles.evicting import DenseHeadsEngine, DensePolicyEngine
 from places import GOLDEN
 
@@ -72,15 +72,7 @@ def test_like_a_naive_engine(network, name, block_size, chunk):
     policy, twins = Watched(POLICIES[name]), Watched(POLICIES[name])
     engine = make(network, policy, block_size=block_size, prefill_chunk=chunk)
     twin = DensePolicyEngine(network, twins, 16, chunk)
-    logits, expected = engine.prefill_from_pos(PROMPT, 0), twin.extend(PROMPT)[-1]
-    for _ in range(12):
-        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
-        for layer in layers(engine):
-            assert engine.kept_positions(layer).tolist() == twin.positions(layer)
-        assert_bounded(engine)
-        engine.check()
-        token = int(np.argmax(logits))
-        logits, expected = engine.decode_step(token, engine.num_tokens), twin.extend([token])[-1]
+    assert_same_steps(engine, twin, 12)
     assert len(policy.asked) == len(twins.asked) > 4
     for (layer, scores, positions, budget), (*where, theirs, others, limit) in zip(
         policy.asked, twins.asked, strict=True

@@ -52,6 +52,19 @@ def assert_bounded(engine):
     assert engine.cache.used_block_count == used
 
 
+def assert_same_steps(engine, twin, steps):
+    """A prompt and the likeliest tokens: each layer keeps the tokens of a naive engine, and the logits are near."""
+    logits, expected = engine.prefill_from_pos(PROMPT, 0), twin.extend(PROMPT)[-1]
+    for _ in range(steps):
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
+        for layer in layers(engine):
+            assert engine.kept_positions(layer).tolist() == twin.positions(layer)
+        assert_bounded(engine)
+        engine.check()
+        token = int(np.argmax(logits))
+        logits, expected = engine.decode_step(token, engine.num_tokens), twin.extend([token])[-1]
+
+
 def stored_as(config, dtype):
     """The rows as a cache of this format returns them; this does not depend on other rows."""
     rows = PagedKvCache(8, 16, config.num_kv_heads, config.head_dim, dtype=dtype)

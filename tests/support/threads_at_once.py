@@ -1,6 +1,7 @@
 """Works in several threads that begin at once; the first error of one, and an error if one does not end."""
 
 import threading
+import time
 
 
 def together(*works, count=4):
@@ -22,3 +23,26 @@ def together(*works, count=4):
         assert not thread.is_alive(), "a thread hangs"
     if errors:
         raise errors[0]
+
+
+def longest_pause(work):
+    """The part of the time of a work in which another thread could not run at a stretch."""
+    worst, done = 0.0, threading.Event()
+
+    def tick():
+        nonlocal worst
+        last = time.monotonic()
+        while not done.is_set():
+            time.sleep(0.002)
+            worst, last = max(worst, time.monotonic() - last), time.monotonic()
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    began = time.monotonic()
+    try:
+        work()
+    finally:
+        took = time.monotonic() - began
+        done.set()
+        ticking.join()
+    return worst / took

@@ -10,13 +10,13 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 from pathlib import Path
 
 import numpy as np
 from hostile.limited_process import limit_memory
 from places import GOLDEN
+from special_files import SPECIAL
 from tensor_files import entry, pack, pack_arrays
 
 from kvcache.engine import InferenceEngine
@@ -97,31 +97,17 @@ def sharded(prepare):
     return prepare_shards
 
 
-def bind(path):
-    here = os.getcwd()
-    os.chdir(path.parent)  # the name of a socket is short
-    try:
-        with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(path.name)
-    finally:
-        os.chdir(here)
-
-
-SPECIAL = {
-    "a FIFO": os.mkfifo,
-    "a directory": os.mkdir,
-    "a socket": bind,
+UNREADABLE = SPECIAL | {
     "/dev/zero": lambda path: path.symlink_to("/dev/zero"),
     "/dev/tty": lambda path: path.symlink_to("/dev/tty"),
-    "a link to itself": lambda path: path.symlink_to(path.name),
     "a link to a text": lambda path: path.symlink_to("/etc/passwd"),
     "a link to memory": lambda path: path.symlink_to("/proc/self/mem"),
     "a link to a FIFO": lambda path: (os.mkfifo(path.with_suffix(".pipe")), path.symlink_to(path.with_suffix(".pipe"))),
     "unreadable bytes": lambda path: path.write_bytes(bytes(range(256)) * 4),
 }
-for kind, make in SPECIAL.items():
+for kind, make in UNREADABLE.items():
     for name in (CONFIG, SINGLE, "generation_config.json", "tokenizer.json"):
-        if kind == "a link to itself" and name in ("generation_config.json", "tokenizer.json"):
+        if kind == "a symbolic link" and name in ("generation_config.json", "tokenizer.json"):
             continue  # a dangling link counts as absent
         case(f"{name}: {kind}", special(name, make))
     for name in (INDEX, "model-00002-of-00005.safetensors"):
