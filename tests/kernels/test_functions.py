@@ -130,20 +130,22 @@ def test_edges():
 
 
 BITS = {
-    "exp": "360091c98320ca26",
-    "exp2": "249f1eb5fa5a8c0a",
-    "log": "a73e6b0019bcbfc9",
-    "log1p": "12d04eefc777908d",
-    "sin": "a56309dd18482217",
-    "cos": "fd4d6b108193b7b4",
-    "tanh": "19b4be04c9d03a0f",
+    "exp": "e5b5220337c7acad",
+    "exp2": "2b07d588f83dc44f",
+    "log": "56b864b642103c1a",
+    "log1p": "f0757ccc3b6a6b30",
+    "sin": "80f94618fab13628",
+    "cos": "b41745ef7b84e034",
+    "tanh": "8b1d47f4e9ac2073",
 }
 
 
 def test_bits():
     """The same on every machine: digests of the results, where NaN is NaN."""
     draw = random.Random(9)
-    x = np.array([draw.choice((1, -1)) * 2.0 ** draw.uniform(-30, 30) for _ in range(2000)] + [709.0, -740.0, 1e300])
+    # Without a power of Python's: it is the system's, and musl rounds it in another way than glibc.
+    drawn = [draw.choice((1, -1)) * math.ldexp(draw.uniform(1, 2), draw.randint(-30, 29)) for _ in range(2000)]
+    x = np.array([*drawn, 709.0, -740.0, 1e300])
     digests = {}
     for name in EDGES:
         found = getattr(functions, name)(x)
